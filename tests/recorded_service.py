@@ -18,6 +18,7 @@ SHIMS = [
 EVIDENCE = {
     "cell": "py312-tf5.9-torch2.11",
     "verdict": "wrong",
+    "state": "failed",
     "kind": "wrong",
     "reason": "test_generate: off by 3",
     "python": "3.12.1",
@@ -31,6 +32,7 @@ EVIDENCE = {
     "revision": "0cddbda4d5e6",
     "attempt": 1,
     "started": "2026-11-21T11:45:09Z",
+    "seconds": 61.5,
     "tests": {"passed": 70, "failed": 2, "error": 0, "skipped": 3, "xfailed": 0, "xpassed": 0, "flaky": 0, "known": 0},
     "shims": SHIMS,
     "differs": [],

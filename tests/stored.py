@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterable
+from contextlib import closing
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from sqlalchemy import create_engine
 
 from compat_matrix.cells import Cell
 from compat_matrix.results import CellResult, Kind, Test, Verdict
-from compat_matrix.store import Store
+from compat_matrix.store import Store, database
 
 START = datetime(2026, 11, 20, 8, 30, tzinfo=timezone.utc)
 
@@ -65,6 +70,21 @@ def stored(store: Store, results: Iterable[CellResult], label: str = "", state: 
         store.add(run, one)
     store.finish(run, state)
     return run
+
+
+def released(path: Path) -> None:
+    """Make a SQLite store one as 0.2.0 wrote it."""
+    old = path.with_suffix(".old")
+    with create_engine(f"sqlite:///{old}").begin() as connection:
+        database.upgrade(connection, "0004")
+    tables = "SELECT name FROM sqlite_master WHERE type = 'table'"
+    with closing(sqlite3.connect(old)) as to, to:
+        to.execute("ATTACH ? AS new", (str(path),))
+        both = f"{tables} AND name IN ({tables.replace('sqlite', 'new.sqlite')}) AND name != '{database.VERSIONS}'"
+        for (table,) in to.execute(both).fetchall():
+            columns = ", ".join(row[1] for row in to.execute(f"PRAGMA table_info({table})"))
+            to.execute(f"INSERT INTO {table} ({columns}) SELECT {columns} FROM new.{table}")
+    old.replace(path)
 
 
 def _result(

@@ -248,7 +248,7 @@ COMMANDS = {
         {"path": option("the file to write, such as docs/architectures.md", metavar="PATH", type=Path)},
     ),
     "merge": Command(
-        "views.merge:run",
+        "views.runs:merge",
         "copy runs from other stores",
         {
             "stores": option("a store, as a file or URL, whose runs this one lacks", metavar="FROM", nargs="+"),
@@ -256,7 +256,7 @@ COMMANDS = {
         },
     ),
     "export": Command(
-        "views.export:run",
+        "views.runs:export",
         "write runs into a store of their own",
         {**RUNS, "path": option("the file to write; it must not exist", metavar="PATH"), **STORE},
     ),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import date
 from difflib import get_close_matches
 from functools import cached_property
@@ -11,9 +13,9 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import packaging.requirements
 import tomli
 from allpairspy import AllPairs
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from pydantic import (
     AfterValidator,
@@ -38,39 +40,33 @@ from .expressions import Expression, is_release, release
 OWN = Path(__file__).parent.parent / "axes.toml"
 
 
-def _valid(check: Callable[[str], object]) -> AfterValidator:
+def _accepted_by(check: Callable[[str], object]) -> AfterValidator:
     """A text that a function accepts."""
 
-    def checked(text: str) -> str:
-        try:
-            check(text)
-        except MatrixError as error:
-            raise ValueError(str(error)) from None
+    def same(text: str) -> str:
+        check(text)
         return text
 
-    return AfterValidator(checked)
+    return AfterValidator(same)
 
 
-def _day(text: str) -> str:
+def _check_day(text: str) -> None:
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", text, re.ASCII):
         raise ValueError(f"a day such as 2026-11-15, not {text!r}")
     date.fromisoformat(text)
-    return text
 
 
 def _condition(given: Any, info: ValidationInfo) -> Expression:
-    if isinstance(given, Expression):
-        return given
-    if not isinstance(given, str):
-        raise ValueError("Input should be a valid string")
-    try:
+    if isinstance(given, str):
         return Expression(given, info.context)
-    except MatrixError as error:
-        raise ValueError(str(error)) from None
+    if not isinstance(given, Expression):
+        raise ValueError("Input should be a valid string")
+    return given
 
 
 def _day_or_condition(text: str, info: ValidationInfo) -> str:
-    return _day(text) if text[:1].isdecimal() else _condition(text, info).text
+    _check_day(text) if text[:1].isdecimal() else _condition(text, info)
+    return text
 
 
 def _distinct(values: list[str]) -> list[str]:
@@ -99,8 +95,7 @@ _RESERVED = {
 
 
 def _check_axis(name: str) -> None:
-    near = get_close_matches(name, AXES, 1, 0.9)
-    if near:
+    if near := get_close_matches(name, AXES, 1, 0.9):
         raise ValueError(f"there is no such axis; is it {near[0]}?")
     if not re.fullmatch(WORD, name) or name in _RESERVED:
         raise ValueError(
@@ -121,22 +116,24 @@ def _alike(values: list[str]) -> list[str]:
     return values
 
 
-Requirement = Annotated[str, _valid(packaging.requirements.Requirement)]
 Condition = Annotated[Expression, PlainValidator(_condition)]
 T = TypeVar("T", bound=str)
 Distinct = Annotated[list[T], Field(min_length=1), AfterValidator(_distinct)]
 Text = Annotated[str, Field(min_length=1)]
-Releases = Distinct[Annotated[str, _valid(release)]]
-OwnAxis = Annotated[str, _valid(_check_axis)]
+Releases = Distinct[Annotated[str, _accepted_by(release)]]
+OwnAxis = Annotated[str, _accepted_by(_check_axis)]
 OwnValues = Annotated[Distinct[str], AfterValidator(_alike)]
 
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+
+class _Conditional(_Table):
+    when: Condition | None = None
+
     def holds(self, cell: Cell) -> bool:
-        when: Expression | None = getattr(self, "when", None)
-        return when is None or when(cell)
+        return self.when is None or self.when(cell)
 
 
 class Values(_Table):
@@ -156,16 +153,11 @@ class Values(_Table):
     device: Distinct[Literal["cpu", "cuda"]] = ["cpu"]
 
     @property
-    def own(self) -> dict[str, list[str]]:
-        """The project's own axes and their values."""
-        return dict(sorted((self.model_extra or {}).items()))
-
-    @property
     def cells(self) -> Iterator[Cell]:
         """Every combination of the values."""
-        names = [*AXES, *self.own]
-        for combination in product(*(dict(self)[axis] for axis in names)):
-            yield Cell.of(dict(zip(names, combination, strict=True)))
+        values = {axis: dict(self)[axis] for axis in [*AXES, *sorted(self.model_extra or ())]}
+        for combination in product(*values.values()):
+            yield Cell.of(dict(zip(values, combination, strict=True)))
 
     @model_validator(mode="after")
     def _names_are_short(self) -> Values:
@@ -194,7 +186,7 @@ class Project(_Table):
     extras: list[str] = []
 
 
-class Packages(_Table):
+class Packages(_Conditional):
     """Requirements of the cells that match a condition.
 
     Attributes:
@@ -202,9 +194,8 @@ class Packages(_Table):
             one of these or on one of their requirements.
     """
 
-    requires: Annotated[list[Requirement], Field(min_length=1)]
+    requires: Annotated[list[Annotated[str, _accepted_by(Requirement)]], Field(min_length=1)]
     part: Literal["base", "layer"] = "base"
-    when: Condition | None = None
 
     @model_validator(mode="after")
     def _part_is_known(self) -> Packages:
@@ -220,7 +211,7 @@ class Packages(_Table):
         return self
 
 
-class Tests(_Table):
+class Tests(_Conditional):
     """The tests that the cells matching a condition run.
 
     Attributes:
@@ -238,7 +229,6 @@ class Tests(_Table):
 
     command: Annotated[list[str], Field(min_length=1)]
     suite: str = "default"
-    when: Condition | None = None
     minutes: Annotated[float, Field(gt=0, strict=False)] = 30
     gpus: Annotated[int, Field(ge=0)] = 0
     memory: Annotated[float, Field(gt=0, strict=False)] = 4
@@ -255,7 +245,7 @@ class Tests(_Table):
         return axis
 
 
-class Known(_Table):
+class Known(_Conditional):
     """Failures that are tied to an issue: in the cells that match a condition, they don't fail the run.
 
     Attributes:
@@ -270,7 +260,6 @@ class Known(_Table):
     issue: Annotated[str, Field(pattern=r"^https?://[!-~]+$", max_length=500)]
     until: Annotated[str, AfterValidator(_day_or_condition)]
     because: Text
-    when: Condition | None = None
 
     def matches(self, nodeid: str) -> bool:
         """Whether `test` matches a node id."""
@@ -308,7 +297,7 @@ class Axes(_Table):
     packages: list[Packages] = []
     known: list[Known] = []
     project: Project = Project()
-    exclude_newer: Annotated[str, AfterValidator(_day)] | None = None
+    exclude_newer: Annotated[str, _accepted_by(_check_day)] | None = None
     not_installed: list[str] = []
     path: Path = Field(default=OWN, exclude=True)
 
@@ -360,31 +349,28 @@ class Axes(_Table):
         Raises:
             MatrixError: the condition or a name is invalid, a named cell is excluded, or no cell remains.
         """
-        cells = self.cells
-        if names:
-            known = {cell.name: because for cell, because in self.all_cells.items()}
-            for name in names:
-                if name not in known:
-                    raise MatrixError(f"there is no cell {name!r} in {self.path.name}")
-                if known[name]:
-                    raise MatrixError(f"{name} is excluded: {known[name]}")
-            cells = [cell for cell in cells if cell.name in names]
-        if only is not None:
-            condition = Expression(only, self.own)
-            cells = [cell for cell in cells if condition(cell)]
-            if not cells:
-                refused = [because for cell, because in self.all_cells.items() if because and condition(cell)]
-                raise MatrixError(
-                    f"no cell of {self.path.name} matches {only!r}" + (f": {refused[0]}" if refused else "")
-                )
+        known = {cell.name: because for cell, because in self.all_cells.items()}
+        for name in names:
+            if name not in known:
+                raise MatrixError(f"there is no cell {name!r} in {self.path.name}")
+            if known[name]:
+                raise MatrixError(f"{name} is excluded: {known[name]}")
+        condition = self._condition(only)
+        cells = [cell for cell in self.cells if condition(cell) and (not names or cell.name in names)]
+        if not cells and only is not None:
+            refused = "".join([f": {because}" for because in self.excluded(only).values()][:1])
+            raise MatrixError(f"no cell of {self.path.name} matches {only!r}{refused}")
         if not cells:
             raise MatrixError(f"the rules of {self.path.name} exclude every cell")
         return cover(cells) if pairwise else cells
 
     def excluded(self, only: str | None = None) -> dict[Cell, str]:
         """The excluded cells of a selection, with the reasons."""
-        wanted = Expression(only, self.own) if only else None
-        return {cell: why for cell, why in self.all_cells.items() if why and (wanted is None or wanted(cell))}
+        condition = self._condition(only)
+        return {cell: because for cell, because in self.all_cells.items() if because and condition(cell)}
+
+    def _condition(self, only: str | None) -> Callable[[Cell], bool]:
+        return Expression(only, self.own) if only is not None else lambda cell: True
 
     def tests_of(self, cell: Cell, suite: str = "default") -> Tests | None:
         """The tests of a cell in a suite: the first entry that matches; None if none does.
@@ -409,34 +395,19 @@ class Axes(_Table):
 
 def cover(cells: Sequence[Cell]) -> list[Cell]:
     """A small subset of the cells: every two values of different axes that share a cell also share one of the subset."""
-    if not cells:
-        return []
     axes = values_of(cells)
-    rows_of = {cell: tuple(cell.axes.get(axis, "") for axis in axes) for cell in cells}
-    fields = [list(dict.fromkeys(values)) for values in zip(*rows_of.values(), strict=True)]
-    varied = [i for i, values in enumerate(fields) if len(values) > 1]
-    if len(varied) < 2:
-        return list(cells)  # each value needs its own cell
-    there = {*rows_of.values()}
-    fixed = tuple(values[0] for values in fields)
-
-    def complete(row: Sequence[str]) -> tuple[str, ...]:
-        whole = list(fixed)
-        for index, value in zip(varied, row, strict=True):
-            whole[index] = value
-        return tuple(whole)
-
-    prefixes = {tuple(cell[i] for i in varied)[:n] for cell in there for n in range(1, len(varied) + 1)}
-    rows = AllPairs([fields[i] for i in varied], filter_func=lambda row: tuple(row) in prefixes)
-    chosen = {complete(row.pairs if hasattr(row, "pairs") else row) for row in rows}
+    rows = {tuple(cell.axes.get(axis, "") for axis in axes): cell for cell in cells}
+    possible = {row[:length] for row in rows for length in range(1, len(row) + 1)}
+    values = [[*dict.fromkeys(column)] for column in zip(*rows, strict=True)]
+    chosen = {tuple(row) for row in AllPairs(values, filter_func=lambda row: tuple(row) in possible)} if rows else set()
     # allpairspy gives up on a pair if every third value that it tries is excluded.
-    pairs = {cell: set(combinations(enumerate(rows_of[cell]), 2)) for cell in cells}
-    missing = set().union(*pairs.values()).difference(*(pairs[cell] for cell in cells if rows_of[cell] in chosen))
+    pairs = {row: {*combinations(enumerate(row), 2)} for row in rows}
+    missing = set().union(*pairs.values()).difference(*(pairs[row] for row in chosen))
     while missing:
-        best = max(cells, key=lambda cell: len(pairs[cell] & missing))
-        chosen.add(rows_of[best])
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        chosen.add(best)
         missing -= pairs[best]
-    return [cell for cell in cells if rows_of[cell] in chosen]
+    return [cell for row, cell in rows.items() if row in chosen]
 
 
 def load(path: Path) -> Axes:
@@ -448,22 +419,21 @@ def load(path: Path) -> Axes:
     try:
         text = path.read_text(encoding="utf-8")
         found = tomli.loads(text)
-    except OSError as error:
-        raise MatrixError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise MatrixError(f"{path} isn't UTF-8 text: {error}") from None
-    except tomli.TOMLDecodeError as error:
-        raise MatrixError(f"{path}: {error}") from None
+    except (OSError, tomli.TOMLDecodeError) as error:
+        raise MatrixError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     try:
         return Axes.model_validate({**found, "path": path.resolve()}, context=_own_axes(found.get("axes")))
     except ValidationError as error:
         problems = []
         for problem in error.errors():
             place = problem["loc"]
-            single = place[:1] == ("axes",) and not isinstance(found.get("axes"), list)
-            where = ".".join(map(str, place[:1] + place[2:] if single else place))
+            if place[:1] == ("axes",) and not isinstance(found.get("axes"), list):
+                place = place[:1] + place[2:]
+            where = ".".join(map(str, place))
             message = problem["msg"].removeprefix("Value error, ")
-            problems.append(f"{path}:{line_of(text, place)}: {where}{': ' if where else ''}{message}")
+            problems.append(f"{path}:{_line_of(text, place)}: {where}{': ' if where else ''}{message}")
         raise MatrixError("\n".join(problems)) from None
 
 
@@ -477,28 +447,25 @@ def _own_axes(given: Any) -> dict[str, list[str]]:
     return found
 
 
-def line_of(text: str, location: tuple[Any, ...]) -> int:
-    """The line, from 1, of a key path such as ``("exclude", 2, "when")`` in a TOML text, or of its nearest existing parent."""
-    lines = text.splitlines()
-    table, *rest = location or ("",)
-    headers = [i for i, line in enumerate(lines) if re.match(rf"\s*\[\[?\s*{re.escape(str(table))}\s*\]", line)]
-    number = rest[0] if rest and isinstance(rest[0], int) else 0
-    if number < len(headers):
-        start = best = headers[number]
-        rest = rest[1:] if rest and isinstance(rest[0], int) else rest
-    else:
-        start, best, rest = -1, 0, [table, *rest]
-    end = next((i for i in range(start + 1, len(lines)) if re.match(r"\s*\[\[?\s*\w", lines[i])), len(lines))
-    if rest:
-        key = re.compile(rf"\s*{re.escape(str(rest[0]))}\s*=")
-        found = next((i for i in range(max(start, 0), end) if key.match(lines[i])), None)
-        best = best if found is None else found
-        if found is not None and len(rest) > 1 and isinstance(rest[1], int):
-            items = re.compile(r"\{[^}]*\}|\"[^\"]*\"|'[^']*'|(?<![\w.])-?\d+(?:\.\d+)?")
-            seen = 0
-            for i in range(found, end):
-                code = lines[i].partition("=")[2] if i == found else lines[i]
-                seen += len(items.findall(code.split("#")[0]))
-                if seen > rest[1]:
-                    return i + 1
-    return best + 1
+def _line_of(text: str, place: Sequence[int | str]) -> int:
+    """The line, from 1, of a path of keys such as ``("exclude", 2, "when")`` in a TOML text, or of its nearest parent."""
+    lines = text.splitlines(keepends=True)
+
+    def depth(number: int) -> int:
+        """The number of keys of the path that the first lines have, up to the last one after which the text can be closed."""
+        for end, closing in product(range(number, 0, -1), ("", "]", "}", "}]")):
+            with suppress(tomli.TOMLDecodeError):
+                return _depth(tomli.loads("".join(lines[:end]) + closing), place)
+        return 0
+
+    return bisect_left(range(len(lines)), depth(len(lines)), key=depth) or 1
+
+
+def _depth(found: Any, place: Sequence[int | str]) -> int:
+    """The number of keys of a path that exist."""
+    for depth, key in enumerate(place):
+        try:
+            found = found[key]
+        except (KeyError, IndexError, TypeError):
+            return depth
+    return len(place)

@@ -25,8 +25,8 @@ _OWN = re.compile(rf"(?:^|-)({WORD})=({VERSION}|{WORD})(?=-|$)")
 
 #: The form of a cell's name, in which the own axes may be in any order: `parse` refuses all but one.
 NAME = (
-    rf"py[0-9][0-9]{{1,3}}(?:-tf{VERSION})?(?:-torch{VERSION})?(?:-(?:fa2|fa3|fa4|fatorch))?(?:-cuda)?"
-    rf"(?:-{WORD}=(?:{VERSION}|{WORD}))*"
+    rf"py([0-9])([0-9]{{1,3}})(?:-tf({VERSION}))?(?:-torch({VERSION}))?(?:-(fa2|fa3|fa4|fatorch))?(?:-(cuda))?"
+    rf"((?:-{WORD}=(?:{VERSION}|{WORD}))*)"
 )
 #: The largest length of a name.
 LONGEST = 150
@@ -112,14 +112,10 @@ def parse(name: str) -> Cell:
     Raises:
         MatrixError: it isn't the name of a cell.
     """
-    if len(name) <= LONGEST and re.fullmatch(NAME, name):
-        python, *parts = name.split("-")
-        fields = {"python": f"{python[2]}.{python[3:]}"}
-        for part in (part for part in parts if "=" not in part):
-            kind, version = re.fullmatch(r"(tf|torch|)(.*)", part).groups()  # type: ignore[union-attr]
-            axis = {"tf": "transformers", "torch": "torch"}.get(kind, "device" if part == "cuda" else "flash_attention")
-            fields[axis] = version.replace("fatorch", "torch")
-        cell = Cell(**fields, extra=parse_own(name))
+    if len(name) <= LONGEST and (match := re.fullmatch(NAME, name)):
+        major, minor, transformers, torch, kernel, device, own = match.groups("")
+        kernel = {"": "none", "fatorch": "torch"}.get(kernel, kernel)
+        cell = Cell(f"{major}.{minor}", transformers, torch, kernel, device or "cpu", parse_own(own))
         if cell.name == name:  # else the own axes aren't in order, or one of them is there twice
             return cell
     raise MatrixError(f"{name[:200]!r} isn't the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,20 +14,14 @@ from pathlib import Path
 import findpython
 import platformdirs
 from filelock import FileLock
-from uv import find_uv_bin
 
 from .base_python import BasePython
-from .errors import MatrixError
-from .pins import Part
+from .pins import Part, uv
 from .unpack import sha256
 from .wheelhouse import Wheelhouse
 
 #: Packages that must be built against the environment's torch.
 _AGAINST_TORCH = ("flash-attn",)
-
-
-class InstallationError(MatrixError):
-    """A part of a cell can't be installed; the message is that of the installer."""
 
 
 @lru_cache
@@ -66,34 +59,21 @@ class Environments:
     wheelhouse: Wheelhouse | None = None
     below: BasePython | None = None
 
-    def make_root(self) -> None:
-        """Create the folder.
-
-        Raises:
-            MatrixError: it can't be created.
-        """
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise MatrixError(f"environments can't be kept in {self.root}: {error.strerror}") from None
-
     def base(self, part: Part) -> Path:
         """The Python of a base, which is created if it doesn't exist.
 
         Raises:
-            InstallationError: it can't be made; nothing of it stays.
+            UvError: it can't be made; nothing of it stays.
         """
         wheel = self.wheelhouse and self.wheelhouse.project
-        described = f"{part.key}\n{self.project}"
-        described += sha256(wheel) if wheel else ""
-        described += self.below.key if self.below else ""
+        described = f"{part.key}\n{self.project}{sha256(wheel) if wheel else ''}{self.below or ''}"
         folder = self.root / "base" / f"{part.name}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
         python = folder / "bin" / "python"
 
         def make() -> None:
             made_of = self.below.executable if self.below else interpreter(part.python)
             offline = ["--offline", "--no-config"] if wheel else []
-            _uv(part, "venv", "--clear", *offline, "--python", str(made_of), str(folder))
+            uv("venv", "--clear", *offline, "--python", str(made_of), str(folder))
             if self.below is not None:
                 # Not --system-site-packages: for a Python in a virtual environment it would show the packages of the underlying one.
                 packages = next(folder.glob("lib/python*/site-packages"))
@@ -102,7 +82,7 @@ class Environments:
 
         def add_project() -> None:
             source = ["--no-config", str(wheel)] if wheel else ["--editable", str(self.project)]
-            _uv(part, "pip", "install", "--no-deps", "--python", str(python), *self._source(), *source)
+            uv("pip", "install", "--no-deps", "--python", str(python), *self._source(), *source)
 
         _whole(folder, make)
         # The project's code runs from its folder. A change of its metadata reinstalls the project, and nothing else.
@@ -117,7 +97,7 @@ class Environments:
             python: the Python of a base of the same version.
 
         Raises:
-            InstallationError: it can't be made; nothing of it stays.
+            UvError: it can't be made; nothing of it stays.
         """
         # dill, for one, tells installed modules from a project's own by this word in their paths.
         folder = self.root / "site-packages" / f"{part.name}-{part.key}"
@@ -130,7 +110,7 @@ class Environments:
             if pins:
                 command = ["pip", "install", "--no-deps", "--require-hashes", "--no-config", "--python", str(python)]
                 command += [*self._source(), *(f"--no-build-isolation-package={pin.name}" for pin in late), *options]
-                _uv(part, *command, "--requirement", "-", text="".join(f"{pin}\n" for pin in pins))
+                uv(*command, "--requirement", "-", text="".join(f"{pin}\n" for pin in pins))
 
     def _source(self) -> list[str]:
         return ["--offline", "--no-index", "--find-links", str(self.wheelhouse.folder)] if self.wheelhouse else []
@@ -154,25 +134,9 @@ def _whole(folder: Path, make: Callable[[], None]) -> None:
 def _once(folder: Path, step: str, state: str, do: Callable[[], None]) -> None:
     """Do a step of creating a folder, unless it was done before with the same `state`."""
     stamp = folder / f".{step}"
-
-    def done() -> bool:
-        return stamp.exists() and stamp.read_text(encoding="utf-8") == state
-
-    if done():
-        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not done():
+        if not stamp.exists() or stamp.read_text(encoding="utf-8") != state:
             stamp.unlink(missing_ok=True)
             do()
             stamp.write_text(state, encoding="utf-8")
-
-
-def _uv(part: Part, *arguments: str, text: str = "") -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
-    command = [find_uv_bin(), *arguments, "--quiet"]
-    done = subprocess.run(
-        command, input=text, capture_output=True, encoding="utf-8", errors="replace", env=environment, check=False
-    )
-    if done.returncode:
-        raise InstallationError(f"{part.name}: {done.stderr.strip() or f'uv ended with {done.returncode}'}")

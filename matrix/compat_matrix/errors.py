@@ -3,5 +3,8 @@
 from __future__ import annotations
 
 
-class MatrixError(Exception):
-    """Bad input, or a machine that lacks something. The command line prints the message and exits with 2."""
+class MatrixError(ValueError):
+    """Bad input, or a machine that lacks something. The command line prints the message and exits with 2.
+
+    A `ValueError`, so that pydantic reports it with the field that it is about.
+    """

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
-from lark import Lark, Token, v_args
-from lark.exceptions import UnexpectedInput, UnexpectedToken, VisitError
-from lark.visitors import Transformer_NonRecursive
+from lark import Lark, Token, Tree
+from lark.exceptions import UnexpectedInput, UnexpectedToken
 
 from .cells import AXES, DEVICES, FLASH_ATTENTION, VERSION, VERSIONED, Cell
 from .errors import MatrixError
 
 _GRAMMAR = r"""
-start: either
+?start: either
 ?either: both ("or" both)*
 ?both: one ("and" one)*
 ?one: "not" one -> negation
     | "(" either ")"
     | AXIS -> presence
     | AXIS COMPARISON VALUE -> comparison
-    | AXIS MEMBER "(" VALUE ("," VALUE)* ","? ")" -> membership
+    | AXIS MEMBER "(" VALUE ("," VALUE)* ","? ")" -> comparison
 
 COMPARISON: ">=" | "<=" | "==" | "!=" | ">" | "<"
 MEMBER.2: /not\s+in\b/ | /in\b/
@@ -37,11 +36,12 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     **{">=": operator.ge, "<=": operator.le, "==": operator.eq},
     **{"!=": operator.ne, ">": operator.gt, "<": operator.lt},
 }
-_RELEASE = re.compile(VERSION)
 _WORDS: Mapping[str, Collection[str]] = {"flash_attention": FLASH_ATTENTION, "device": DEVICES}
 
 #: The largest number of conditions inside one another.
 _DEEPEST = 100
+
+_Holds = Callable[[Cell], bool]
 
 
 class Expression:
@@ -66,15 +66,13 @@ class Expression:
 
     def __init__(self, text: str, own: Mapping[str, Collection[str]] | None = None) -> None:
         self.text = text
-        meaning = _Meaning(own)
+        self.axes: set[str] = set()
+        self._own = own
         try:
-            # Not recursive: an expression in the address of a page may be nested to any depth.
-            self._holds, _ = meaning.transform(_parser.parse(text))
+            tree = _parser.parse(text)
         except UnexpectedInput as error:
             raise MatrixError(_where(text, error)) from None
-        except VisitError as error:
-            raise error.orig_exc from None
-        self.axes = frozenset(meaning.axes)
+        self._holds = self._read(tree, 0)
 
     def __call__(self, cell: Cell) -> bool:
         """Whether a cell meets the condition."""
@@ -83,56 +81,34 @@ class Expression:
     def __reduce__(self) -> tuple[type[Expression], tuple[str]]:
         return Expression, (self.text,)
 
+    def _read(self, tree: Tree[Token], depth: int) -> _Holds:
+        if depth > _DEEPEST:
+            raise MatrixError(f"this condition has more than {_DEEPEST} conditions inside one another")
+        if tree.data in ("presence", "comparison"):
+            return self._compared(*map(str, tree.children))
+        parts = [self._read(part, depth + 1) for part in tree.children if isinstance(part, Tree)]
+        if tree.data == "negation":
+            return lambda cell: not parts[0](cell)
+        join = any if tree.data == "either" else all
+        return lambda cell: join(holds(cell) for holds in parts)
 
-_Holds = Callable[[Cell], bool]
-#: A condition, and the number of conditions inside one another.
-_Condition = tuple[_Holds, int]
-
-
-@v_args(inline=True)
-class _Meaning(Transformer_NonRecursive[Token, _Condition]):
-    """Turns the tree of an expression into functions, and checks its axes and values."""
-
-    def __init__(self, own: Mapping[str, Collection[str]] | None) -> None:
-        super().__init__()
-        self.own = own
-        self.axes: set[str] = set()
-
-    def start(self, whole: _Condition) -> _Condition:
-        return whole
-
-    def either(self, *parts: _Condition) -> _Condition:
-        return lambda cell: any(holds(cell) for holds, _ in parts), _deeper(parts)
-
-    def both(self, *parts: _Condition) -> _Condition:
-        return lambda cell: all(holds(cell) for holds, _ in parts), _deeper(parts)
-
-    def negation(self, part: _Condition) -> _Condition:
-        return lambda cell: not part[0](cell), _deeper([part])
-
-    def presence(self, token: Token) -> _Condition:
-        axis = self._axis(token)
-        return lambda cell: axis in cell.axes, 0
-
-    def comparison(self, axis: Token, sign: Token, value: Token) -> _Condition:
-        return self._compared(self._axis(axis), str(sign), str(value)), 0
-
-    def membership(self, token: Token, member: Token, *values: Token) -> _Condition:
-        axis = self._axis(token)
-        equal = [self._compared(axis, "==", str(value)) for value in values]
-        return lambda cell: any(holds(cell) for holds in equal) is (member == "in"), 0
-
-    def _axis(self, token: Token) -> str:
-        axis = "flash_attention" if token == "fa" else str(token)
-        if self.own is not None and axis not in AXES and axis not in self.own:
-            raise MatrixError(f"there is no axis {axis!r}: the axes are {', '.join(dict.fromkeys([*AXES, *self.own]))}")
+    def _compared(self, axis: str, sign: str = "", *values: str) -> _Holds:
+        axis = "flash_attention" if axis == "fa" else axis
+        if self._own is not None and axis not in AXES and axis not in self._own:
+            axes = dict.fromkeys([*AXES, *self._own])
+            raise MatrixError(f"there is no axis {axis!r}: the axes are {', '.join(axes)}")
         self.axes.add(axis)
-        return axis
+        if not sign:
+            return lambda cell: axis in cell.axes
+        if sign in _COMPARE:
+            return self._one(axis, sign, values[0])
+        equal = [self._one(axis, "==", value) for value in values]
+        return lambda cell: any(holds(cell) for holds in equal) is (sign == "in")
 
-    def _compared(self, axis: str, sign: str, value: str) -> _Holds:
+    def _one(self, axis: str, sign: str, value: str) -> _Holds:
         value = value.strip("\"'")
         compare = _COMPARE[sign]
-        words = _WORDS.get(axis) or (self.own or {}).get(axis, ())
+        words = _WORDS.get(axis) or (self._own or {}).get(axis, ())
         if axis in VERSIONED or all(map(is_release, words or [value])):
             theirs = release(value, axis)
 
@@ -151,13 +127,6 @@ class _Meaning(Transformer_NonRecursive[Token, _Condition]):
         return lambda cell: compare(cell.axes.get(axis, ""), value)
 
 
-def _deeper(parts: Iterable[_Condition]) -> int:
-    depth = 1 + max(depth for _, depth in parts)
-    if depth > _DEEPEST:
-        raise MatrixError(f"this condition has more than {_DEEPEST} conditions inside one another")
-    return depth
-
-
 @lru_cache(maxsize=4096)
 def release(text: str, axis: str = "") -> tuple[int, ...]:
     """A release such as ``"5.23"`` as a tuple of numbers.
@@ -172,7 +141,7 @@ def release(text: str, axis: str = "") -> tuple[int, ...]:
 
 def is_release(text: str) -> bool:
     """Whether a text is a release such as ``"5.23"``."""
-    return _RELEASE.fullmatch(text) is not None
+    return re.fullmatch(VERSION, text) is not None
 
 
 def _where(text: str, error: UnexpectedInput) -> str:

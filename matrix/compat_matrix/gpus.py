@@ -13,8 +13,6 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from kernel_compat.environment import Environment
-
 #: The folder of the locks, shared by all users of the machine's temporary folder.
 LOCKS = Path(tempfile.gettempdir()) / "kernel-compat-matrix-gpus"
 
@@ -28,7 +26,7 @@ def visible() -> list[str]:
     if named is not None:
         # CUDA ignores everything from the first unknown entry on.
         return [*takewhile(lambda name: name not in ("", "-1"), (name.strip() for name in named.split(",")))]
-    return [str(index) for index in range(len(Environment.detect().devices))]
+    return [str(index) for index in range(len(_uuids()))]
 
 
 @contextmanager
@@ -70,7 +68,7 @@ def _uuids() -> tuple[str, ...]:
 
     try:
         pynvml.nvmlInit()
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
     except pynvml.NVMLError:
         return ()
-    handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-    return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)

@@ -79,7 +79,7 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         MatrixError: pins are missing or invalid, a cell has no tests, or the source doesn't fit the cells.
     """
     from . import pins
-    from .base_python import BasePython, torch_alone
+    from .base_python import BasePython
     from .environments import Environments, default_root
     from .wheelhouse import Wheelhouse
     from .work import Job
@@ -99,7 +99,7 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
     parts = pins.of_cells(axes, cells, folder, options.latest)
     if below is not None:
         parts |= below.without_installed(
-            parts, wheelhouse.torch_alone if wheelhouse else torch_alone(axes, cells, parts)
+            parts, wheelhouse.torch_alone if wheelhouse else pins.torch_alone(axes, cells, parts)
         )
     if wheelhouse is not None:
         parts |= wheelhouse.take(parts, cells)
@@ -116,7 +116,10 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         attempt, retry = attempts.get(cell, 0) + 1, getattr(options, "retry_failed", False)
         known = axes.known_of(cell)
         jobs.append(Job(cell, both or reason, tests, environments, attempt, tuple(options.pytest), known, retry))
-    environments.make_root()
+    try:
+        environments.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MatrixError(f"environments can't be kept in {environments.root}: {error.strerror}") from None
     return jobs
 
 

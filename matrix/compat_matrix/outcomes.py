@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from .axes import Known
 from .cells import Cell
-from .figures import with_figures
-from .results import Kind, Outcome, Test, Verdict
+from .results import Figure, Kind, Outcome, Recorded, Test, Verdict
 from .words import plural
 
-#: The size of a difference in messages of torch.testing, numpy and pytest's comparisons; the largest counts.
-_DISTANCES = (
-    re.compile(r"[Gg]reatest (?:absolute|relative) difference: (?P<found>[-+.\deinfa]+)"),
-    re.compile(r"Max (?:absolute|relative) difference[^:]*: (?P<found>[-+.\deinfa]+)"),
-    re.compile(r"\boff by (?P<found>[-+.\de]+|nan|inf)\b"),
-    # A bound without a decimal point is a count, not a difference.
-    re.compile(r"assert (?P<found>[\d.]+(?:e[-+]?\d+)?|nan|inf) <=? \(?(?:\d+ \* )?(?:\d*\.\d|\d+e[-+]?\d)"),
+#: The size of a difference in messages of torch.testing, numpy and pytest's comparisons; the largest counts. In a comparison, a bound
+#: without a decimal point is a count, not a difference.
+_DISTANCE = re.compile(
+    r"(?:(?:[Gg]reatest|Max) (?:absolute|relative) difference[^:\n]*: |\boff by )(?P<said>[-+.\deinfa]+)"
+    r"|assert (?P<compared>[\d.]+(?:e[-+]?\d+)?|nan|inf) <=? \(?(?:\d+ \* )?(?:\d*\.\d|\d+e[-+]?\d)"
 )
 _IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): [^\n]+")
 _CRASH = re.compile(
@@ -43,11 +43,8 @@ def read_report_log(path: Path) -> tuple[list[Test], list[str]]:
     """
     phases: dict[str, list[dict[str, Any]]] = {}
     uncollected = []
-    try:
-        lines: Iterable[str] = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        lines = ()
-    for line in lines:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines():
         try:
             entry = json.loads(line)
         except ValueError:
@@ -69,7 +66,7 @@ def _test(nodeid: str, entries: Sequence[Mapping[str, Any]]) -> Test:
     if outcome == "passed" and reruns:
         outcome, entry = "flaky", reruns[0]
     message = UNENDED if entry is None else message_of(entry)
-    return with_figures(Test(nodeid, outcome, seconds, message), entries[-1].get("user_properties"), before)
+    return _with_figures(Test(nodeid, outcome, seconds, message), entries[-1].get("user_properties"), before)
 
 
 def _outcome(entries: Sequence[Mapping[str, Any]]) -> tuple[Outcome, Mapping[str, Any] | None]:
@@ -103,6 +100,52 @@ def message_of(entry: Mapping[str, Any]) -> str:
                     lines.append(f"{place['path']}:{place['lineno']}: {place['message']}")
         return "\n".join(lines) or crash
     return "" if representation is None else str(representation)
+
+
+def _with_figures(test: Test, properties: Any, skipped: int = 0) -> Test:
+    """A test with the figures in its properties, as the report log has them; failed if one is invalid.
+
+    Args:
+        skipped: the number of properties at the beginning that don't count.
+    """
+    if isinstance(properties, str):  # pytest-reportlog writes properties as one text if one of them isn't JSON
+        unreadable = "('figure'," in properties
+        return _failed(test, [f"its figures aren't JSON: {properties}"]) if unreadable else test
+    found, problems = [], []
+    for entry in properties[skipped:] if isinstance(properties, list) else ():
+        if isinstance(entry, list) and len(entry) == 2 and entry[0] == "figure":  # a project may append anything
+            try:
+                found.append(Figure(**Recorded.model_validate(entry[1]).model_dump()))
+            except ValidationError as error:
+                wrong = f"the figure {repr(entry[1])[:200]} is invalid"
+                said = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
+                problems += [f"{wrong}: {where}: {text.removeprefix('Value error, ')}" for where, text in said]
+    test = replace(test, figures=tuple(found))
+    return _failed(test, problems) if problems else test
+
+
+def distinct(tests: Iterable[Test]) -> list[Test]:
+    """The tests with figures of different names: a test that repeats the name of an earlier figure fails."""
+    first: dict[str, tuple[str, Figure]] = {}
+    checked = []
+    for one in tests:
+        kept, problems = [], []
+        for figure in one.figures:
+            if figure.name not in first:
+                first[figure.name] = (one.nodeid, figure)
+                kept.append(figure)
+            else:
+                nodeid, other = first[figure.name]
+                units = f", in {other.unit!r} there and in {figure.unit!r} here" * (other.unit != figure.unit)
+                problems.append(f"the figure {figure.name!r} was recorded before, by {nodeid}{units}")
+        test = replace(one, figures=tuple(kept))
+        checked.append(_failed(test, problems) if problems else test)
+    return checked
+
+
+def _failed(test: Test, problems: Iterable[str]) -> Test:
+    outcome = test.outcome if test.outcome in ("failed", "error") else "failed"
+    return replace(test, outcome=outcome, message="\n".join([*problems, *filter(None, [test.message])]))
 
 
 def tied(tests: Sequence[Test], known: Iterable[Known], cell: Cell, today: date) -> tuple[list[Test], list[str]]:
@@ -212,12 +255,10 @@ def _cause(
         return "crash", f"ended with {returncode}{within}"
     if bad and all(_IMPORT.search(test.message) for test in bad):
         return "import", _IMPORT.findall(bad[0].message)[-1].strip()
-    if distances := [distance for test in bad if (distance := distance_in(test.message)) is not None]:
-        far = max(distances, key=lambda value: (value != value, value))
-        return (
-            "wrong",
-            f"{len(distances)} of {plural(len(tests), 'test')} {'is' if len(tests) == 1 else 'are'} off, by up to {far:.3g}",
-        )
+    distances = [distance for test in bad if (distance := distance_in(test.message)) is not None]
+    if (far := _farthest(distances)) is not None:
+        are = "is" if len(tests) == 1 else "are"
+        return "wrong", f"{len(distances)} of {plural(len(tests), 'test')} {are} off, by up to {far:.3g}"
     if bad:
         return "test", f"{len(bad)} of {plural(len(tests), 'test')} failed, the first of them {bad[0].nodeid}"
     if uncollected:
@@ -228,13 +269,14 @@ def _cause(
 def distance_in(message: str) -> float | None:
     """The size of the difference, if a failure's report has one."""
     found = []
-    for pattern in _DISTANCES:
-        for match in pattern.finditer(message):
-            try:
-                found.append(float(match["found"]))
-            except ValueError:
-                continue
-    return max(found, key=lambda value: (value != value, value)) if found else None
+    for match in _DISTANCE.finditer(message):
+        with suppress(ValueError):
+            found.append(float(match["said"] or match["compared"]))
+    return _farthest(found)
+
+
+def _farthest(distances: Iterable[float]) -> float | None:
+    return max(distances, key=lambda value: (value != value, value), default=None)
 
 
 def _said(failure: str) -> str:
@@ -244,5 +286,4 @@ def _said(failure: str) -> str:
 
 
 def _tail(log: str) -> str:
-    lines = [line for line in log.strip().splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it printed nothing"
+    return (log.strip().splitlines() or ["it printed nothing"])[-1][:300]

@@ -8,10 +8,11 @@ FlashAttention, the *layer* on top of it has transformers, the distributions of 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -30,14 +31,27 @@ from .axes import Axes
 from .cells import Cell
 from .errors import MatrixError
 
-#: The platform of the pins.
-PLATFORM = "x86_64-manylinux_2_28"
 #: A day in the far future, before which every release exists.
 ANY_DAY = "9999-01-01"
 
 
-class ResolutionError(MatrixError):
-    """No set of releases satisfies the requirements; the message is that of the resolver."""
+class UvError(MatrixError):
+    """Requirements can't be resolved or installed, or a project can't be built; the message is that of uv."""
+
+
+def uv(*arguments: str, text: str = "", folder: Path | None = None) -> str:
+    """Run uv in a folder, with an input; returns its output.
+
+    Raises:
+        UvError: it failed.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    pipes: dict[str, Any] = {"input": text, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
+    command = [find_uv_bin(), *arguments, "--quiet"]
+    done = subprocess.run(command, cwd=folder, env=environment, check=False, **pipes)
+    if done.returncode:
+        raise UvError(done.stderr.strip() or f"uv ended with {done.returncode}")
+    return str(done.stdout)
 
 
 def lock(
@@ -47,7 +61,6 @@ def lock(
     *options: str,
     before: str | None = None,
     constraints: Iterable[str] = (),
-    excluded: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
     """The ``packages`` of a lock file for Linux on x86-64, with the newest releases that satisfy the requirements.
 
@@ -56,30 +69,22 @@ def lock(
         options: further options for ``uv pip compile``.
         before: a day; later releases are ignored. None leaves it to the settings.
         constraints: constraints on the versions of dependencies.
-        excluded: distributions to leave out, together with the dependencies that only they have.
 
     Raises:
-        ResolutionError: there is no solution, or the index can't be reached.
+        UvError: there is no solution, or the index can't be reached.
     """
-    command = [find_uv_bin(), "pip", "compile", "-", "--quiet", "--no-sources", "--format", "pylock.toml"]
+    command = ["pip", "compile", "-", "--no-sources", "--format", "pylock.toml", *options]
     command += ["--python", sys.executable, "--no-python-downloads", "--python-version", python]
-    command += ["--python-platform", PLATFORM]
+    command += ["--python-platform", "x86_64-manylinux_2_28"]
     # Pre-releases are used if there is nothing else, or if a requirement names one.
     command += ["--prerelease", "if-necessary-or-explicit"]
     if before is not None:
         command += ["--exclude-newer", f"{before}T00:00:00Z"]
     with TemporaryDirectory() as scratch:
-        for option, lines in (("--constraints", constraints), ("--excludes", excluded)):
-            if text := "\n".join(lines):
-                path = Path(scratch, option.strip("-"))
-                path.write_text(text, encoding="utf-8")
-                command += [option, str(path)]
-        text = "\n".join(requirements)
-        command += options
-        done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8", cwd=folder, check=False)
-    if done.returncode:
-        raise ResolutionError(done.stderr.strip() or f"uv ended with {done.returncode}")
-    packages: list[dict[str, Any]] = tomli.loads(done.stdout).get("packages", [])
+        path = Path(scratch, "constraints")
+        path.write_text("\n".join(constraints), encoding="utf-8")
+        found = uv(*command, "--constraints", str(path), text="\n".join(requirements), folder=folder)
+    packages: list[dict[str, Any]] = tomli.loads(found).get("packages", [])
     return packages
 
 
@@ -127,6 +132,14 @@ class Part:
         """The versions of its packages, by name."""
         return {pin.name: pin.version for pin in self.pins}
 
+    def without(self, names: Collection[str]) -> Part:
+        """The part without the pins of these distributions."""
+        return replace(self, pins=tuple(pin for pin in self.pins if pin.name not in names))
+
+
+#: Parts by name; for one that has no solution, the resolver's message.
+Parts = Mapping[str, Part | UvError]
+
 
 def read(path: Path, python: str) -> Part:
     """Read a pin file.
@@ -172,58 +185,48 @@ def write(part: Part, folder: Path) -> bool:
     return True
 
 
-def resolve_parts(axes: Axes, cells: Sequence[Cell], *, latest: bool = False) -> dict[str, Part | ResolutionError]:
-    """Resolve the bases and layers of cells, by name; a part without a solution is mapped to the resolver's message.
+def resolve_parts(axes: Axes, cells: Sequence[Cell], *, latest: bool = False) -> dict[str, Part | UvError]:
+    """Resolve the bases and layers of cells.
 
     A base with FlashAttention contains the one without. A layer fits every base of its Python: versions that these agree on are
     constraints of the layer, and the requirements of torch are left to the bases. The releases of axes in the layer take precedence.
     """
     own = project_requirements(axes)
+
+    def resolved(kind: Kind, wanted: Mapping[str, tuple[Cell, Mapping[str, str]]]) -> dict[str, Part | UvError]:
+        """Parts by name, from a cell that has the part, and the versions that are given."""
+
+        def one(name: str) -> Part | UvError:
+            cell, given = wanted[name]
+            try:
+                constraints = [f"{package}=={version}" for package, version in sorted(given.items())]
+                requirements = requirements_of(kind, axes, cell, own)
+                return Part(name, cell.python, compile_pins(requirements, constraints, cell.python, axes, latest))
+            except UvError as error:
+                return error
+
+        with ThreadPoolExecutor(4) as pool:
+            return dict(zip(wanted, pool.map(one, wanted), strict=True))
+
     # A layer must fit every torch of its Python, also if only some of the cells are resolved.
     pythons = {cell.python for cell in cells}
-    plain = {cell.base: cell for cell in map(_plain, axes.cells) if cell.python in pythons}
-    with ThreadPoolExecutor(4) as pool:
-
-        def each(
-            kind: Kind, parts: Mapping[str, Cell], fixed: Callable[[Cell], Mapping[str, str]]
-        ) -> dict[str, Part | ResolutionError]:
-            def one(name: str) -> Part | ResolutionError:
-                cell = parts[name]
-                try:
-                    constraints = [f"{package}=={version}" for package, version in fixed(cell).items()]
-                    requirements = requirements_of(kind, axes, cell, own)
-                    return Part(name, cell.python, compile_pins(requirements, constraints, cell.python, axes, latest))
-                except ResolutionError as error:
-                    return error
-
-            return dict(zip(parts, pool.map(one, parts), strict=True))
-
-        bases = each("base", plain, lambda _: {})
-
-        def below(cell: Cell) -> Mapping[str, str]:
-            base = bases[_plain(cell).base]
-            if isinstance(base, ResolutionError):
-                raise base
-            return base.versions
-
-        def there(cell: Cell) -> list[Mapping[str, str]]:
-            parts = (bases[name] for name in plain)
-            return [one.versions for one in parts if isinstance(one, Part) and one.python == cell.python]
-
-        def agreed(cell: Cell) -> Mapping[str, str]:
-            shared = [{*versions.items()} for versions in there(cell)]
-            same = set.intersection(*shared) if shared else set[tuple[str, str]]()
-            return {name: version for name, version in sorted(same) if name not in _chosen("layer", axes, cell)}
-
-        bases |= each("base", {cell.base: cell for cell in cells if cell.base not in bases}, below)
-        of_layers = {cell.layer: cell for cell in cells}
-        layers = each("layer", of_layers, agreed)
-    for name, part in layers.items():
-        if isinstance(part, Part):
-            needless = {pin for versions in there(of_layers[name]) for pin in versions}
-            needless -= _chosen("layer", axes, of_layers[name]).keys()
-            layers[name] = replace(part, pins=tuple(pin for pin in part.pins if pin.name not in needless))
-    return {name: part for name, part in bases.items() if name in {cell.base for cell in cells}} | layers
+    plain = resolved("base", {cell.base: (cell, {}) for cell in map(_plain, axes.cells) if cell.python in pythons})
+    found = {cell.base: plain[_plain(cell).base] for cell in cells}
+    below = {name: part.versions for name, part in found.items() if isinstance(part, Part)}
+    found |= resolved(
+        "base", {cell.base: (cell, below[cell.base]) for cell in cells if cell.base in below.keys() - plain}
+    )
+    layers = {}
+    brought = {}
+    for cell in {cell.layer: cell for cell in cells}.values():
+        bases = [part.versions for part in plain.values() if isinstance(part, Part) and part.python == cell.python]
+        chosen = _chosen("layer", axes, cell)
+        agreed = set.intersection(*({*base.items()} for base in bases)) if bases else set[tuple[str, str]]()
+        layers[cell.layer] = cell, {name: version for name, version in agreed if name not in chosen}
+        brought[cell.layer] = {name for base in bases for name in base} - chosen.keys()
+    for name, part in resolved("layer", layers).items():
+        found[name] = part.without(brought[name]) if isinstance(part, Part) else part
+    return found
 
 
 def _plain(cell: Cell) -> Cell:
@@ -233,21 +236,17 @@ def _plain(cell: Cell) -> Cell:
 
 def requirements_of(part: Kind, axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
     """The requirements of a part of a cell: the releases of its axes, the project's requirements, and further packages."""
-    layered = _layered(axes)
-    exactly = [_exactly(name, version) for name, version in _chosen(part, axes, cell).items()]
+    in_layer = {_name(text) for entry in axes.packages if entry.part == "layer" for text in entry.requires}
+    in_layer |= {"transformers", *axes.distributions.values()}
+    chosen = _chosen(part, axes, cell).items()
+    exactly = [f"{name}=={version}" + ".*" * (version.count(".") < 2) for name, version in chosen]
     packages = [text for entry in axes.packages if entry.part == part and entry.holds(cell) for text in entry.requires]
-    mine = [str(one) for one in own if (canonicalize_name(one.name) in layered) == (part == "layer")]
+    mine = [str(one) for one in own if (canonicalize_name(one.name) in in_layer) == (part == "layer")]
     return [*exactly, *mine, *packages]
 
 
-def _layered(axes: Axes) -> set[str]:
-    named = {
-        canonicalize_name(Requirement(text).name)
-        for entry in axes.packages
-        if entry.part == "layer"
-        for text in entry.requires
-    }
-    return named | {"transformers", *axes.distributions.values()}
+def _name(requirement: str) -> str:
+    return canonicalize_name(Requirement(requirement).name)
 
 
 def _chosen(part: Kind, axes: Axes, cell: Cell) -> dict[str, str]:
@@ -256,8 +255,30 @@ def _chosen(part: Kind, axes: Axes, cell: Cell) -> dict[str, str]:
     return {names[axis]: value for axis, value in cell.axes.items() if axis in names}
 
 
-def _exactly(name: str, version: str) -> str:
-    return f"{name}=={version}" if version.count(".") >= 2 else f"{name}=={version}.*"
+def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Parts) -> dict[str, frozenset[str]]:
+    """For each base of these cells, by name: torch, and the names of the pins that only torch needs. Uses the package index.
+
+    Raises:
+        MatrixError: the index can't be reached, or the pins don't satisfy the axes any more.
+    """
+    own = project_requirements(axes)
+    found: dict[str, frozenset[str]] = {}
+    # The requirements of transformers other than torch stay. All releases have the same ones in this respect, and a base is
+    # shared by all of them, so any cell of the base will do.
+    for cell in cells:
+        base, layer = parts[cell.base], parts[cell.layer]
+        if cell.base not in found and isinstance(base, Part) and isinstance(layer, Part):
+            wanted = [*requirements_of("base", axes, cell, own), *requirements_of("layer", axes, cell, own)]
+            limits = [f"{name}=={version}" for name, version in (base.versions | layer.versions).items()]
+            with TemporaryDirectory() as scratch:
+                torch = Path(scratch, "torch")
+                torch.write_text("torch", encoding="utf-8")
+                without = [text for text in wanted if _name(text) != "torch"]
+                options = ("--excludes", str(torch))
+                packages = lock(without, cell.python, axes.folder, *options, before=ANY_DAY, constraints=limits)
+            needed = {canonicalize_name(package["name"]) for package in packages}
+            found[cell.base] = frozenset(base.versions.keys() - needed)
+    return found
 
 
 def project_requirements(axes: Axes) -> list[Requirement]:
@@ -290,7 +311,7 @@ def compile_pins(
     """The newest releases that satisfy the requirements on Linux, x86-64.
 
     Raises:
-        ResolutionError: there are none.
+        UvError: there are none.
     """
     before = ANY_DAY if latest else axes.exclude_newer
     order = _preferred(python)
@@ -302,7 +323,7 @@ def compile_pins(
 
     pins = []
     for package in lock(requirements, python, axes.folder, before=before, constraints=constraints):
-        file = min(package.get("wheels", ()), key=rank, default=None) or package["sdist"]
+        file = min(package.get("wheels", ()), key=rank, default=None) or package.get("archive") or package["sdist"]
         pins.append(Pin(canonicalize_name(package["name"]), package["version"], file["hashes"]["sha256"]))
     return tuple(sorted(pins, key=lambda pin: pin.name))
 
@@ -315,9 +336,7 @@ def _preferred(python: str) -> list[tuple[str, str]]:
     return [*dict.fromkeys((tag.interpreter, tag.abi) for tag in every)]
 
 
-def of_cells(
-    axes: Axes, cells: Sequence[Cell], folder: Path, latest: bool = False
-) -> dict[str, Part | ResolutionError]:
+def of_cells(axes: Axes, cells: Sequence[Cell], folder: Path, latest: bool = False) -> dict[str, Part | UvError]:
     """The bases and layers of cells, by name: as they are committed, or resolved now.
 
     Raises:

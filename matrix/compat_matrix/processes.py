@@ -94,11 +94,8 @@ class Host:
     def close(self) -> None:
         """End the host, and none of its forks."""
         self._requests.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
 
 
 def fresh(command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> Process:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
@@ -24,27 +23,16 @@ _SYMBOLS = {
 }
 
 
-class Progress:
+class Progress(Live):
     """The progress of a run, with the number of its cells and of those that run at a time."""
 
     def __init__(self, total: int, jobs: int, console: Console) -> None:
-        self.total, self.jobs, self.console = total, jobs, console
+        self.total, self.jobs = total, jobs
         self.counts: Counter[str] = Counter()
         self.running: dict[Cell, float] = {}
         self._spent: dict[Cell, float] = {}
         self._began = time.monotonic()
-        self._live = Live(get_renderable=self._table, console=console, refresh_per_second=4, transient=True)
-
-    def __enter__(self) -> Progress:
-        if self.console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.console.is_terminal:
-            self._live.stop()
+        super().__init__(console=console, refresh_per_second=4, transient=True)
 
     def started(self, cell: Cell) -> None:
         """Record the start of a cell; without effect if the cell has ended already."""
@@ -62,7 +50,8 @@ class Progress:
         line.append(f" {result.seconds:.1f} s{f': {result.reason}' if result.reason else ''}")
         self.console.print(line, soft_wrap=True, highlight=False)
 
-    def _table(self) -> Table:
+    def get_renderable(self) -> Table:
+        """The table with the running cells."""
         table = Table.grid(padding=(0, 2))
         counts = ", ".join(f"{self.counts[verdict]} {verdict}" for verdict in _SYMBOLS if self.counts[verdict])
         table.add_row(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from .cell.kernel_compat_figures import figure
+from .cell.kernel_compat_cell import figure
 
 __all__ = ["ServiceWarning", "figure"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from .cells import Cell
 
@@ -49,6 +49,23 @@ class Figure(NamedTuple):
     value: float
     unit: str = ""
     better: Better | None = None
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"{text!r} has characters that can't be printed")
+    return text
+
+
+class Recorded(BaseModel):
+    """A figure as a test records it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_printable)]
+    value: Annotated[float, Field(allow_inf_nan=False)]
+    unit: Annotated[str, Field(max_length=40), AfterValidator(_printable)]
+    better: Better | None = "lower"
 
 
 @dataclass(frozen=True)

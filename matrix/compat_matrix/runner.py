@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from . import work
@@ -18,39 +18,36 @@ from .processes import Hosts
 from .progress import Progress
 from .results import CellResult
 from .store import Store
-from .words import plural
 from .work import Job
 
 if TYPE_CHECKING:
     from .ray_executor import RayExecutor
 
 
-@dataclass
 class Local:
     """Runs jobs on this machine, each in a process of its own with exclusive GPUs.
 
-    Attributes:
+    Args:
         jobs: the number of cells at a time.
         devices: the GPUs that may be leased.
         fork: fork cells without a GPU from a process that has imported torch, instead of starting each anew.
     """
 
-    jobs: int
-    devices: Sequence[str]
-    fork: bool = True
-    cancelled: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self._pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="cell")
-        self._hosts = Hosts() if self.fork else None
+    def __init__(self, jobs: int, devices: Sequence[str], fork: bool = True) -> None:
+        self.jobs = jobs
+        self._devices = devices
+        self._cancelled = threading.Event()
+        self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="cell")
+        self._hosts = Hosts() if fork else None
 
     def submit(self, job: Job, started: Callable[[Cell], None]) -> Future[CellResult]:
         """Run a job; `started` is called when its cell starts."""
-        return self._pool.submit(self._run, job, started)
+        begun = partial(started, job.cell)
+        return self._pool.submit(work.run, job, self._devices, begun, self._cancelled, self._hosts)
 
     def cancel(self) -> None:
         """End running jobs; their futures raise `work.Cancelled`."""
-        self.cancelled.set()
+        self._cancelled.set()
         self.close()
 
     def close(self) -> None:
@@ -58,12 +55,6 @@ class Local:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._hosts is not None:
             self._hosts.close()
-
-    def _run(self, job: Job, started: Callable[[Cell], None]) -> CellResult:
-        if job.gpus > len(self.devices):
-            there = {0: "none is", 1: "one is"}.get(len(self.devices), f"{len(self.devices)} are")
-            return job.result("not run", "hardware", f"it needs {plural(job.gpus, 'GPU')}, and {there} visible")
-        return work.run(job, self.devices, lambda: started(job.cell), self.cancelled, self._hosts)
 
 
 def failed(store: Store, run: str) -> dict[Cell, int]:
@@ -106,7 +97,7 @@ def execute(
 
     Args:
         patience: the seconds for which storing a result is tried again, for a database that is restarted.
-        finish: set the state of the run to ``finished`` at the end; else the caller does so.
+        finish: set the state of the run at the end; else the caller does so.
 
     Raises:
         MatrixError: a result can't be stored; earlier results stay stored.
@@ -132,7 +123,8 @@ def execute(
         for future in pending if isinstance(error, KeyboardInterrupt) else ():
             if future.done() and not future.cancelled() and future.exception() is None:
                 store.add(run, future.result())
-        store.finish(run, "interrupted")
+        if finish:
+            store.finish(run, "interrupted")
         raise
     if finish:
         store.finish(run, "finished")

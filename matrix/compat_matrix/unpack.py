@@ -1,4 +1,4 @@
-"""Put the parts of a wheelhouse together: ``python3 unpack.py DIR``.
+"""Wheelhouses in parts, for machines that take files up to a certain size only: ``python3 unpack.py DIR`` puts them together.
 
 `fetch --parts` copies this file beside the parts, so it needs only Python.
 """
@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import venv
-from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from tempfile import TemporaryDirectory
 
 #: The hashes of the parts, in order, in the format of ``sha256sum``.
 SUMS = "SHA256SUMS"
@@ -23,6 +22,42 @@ SUMS = "SHA256SUMS"
 PART = "part-{:04}"
 
 _BLOCK = 1 << 20
+
+
+def split(folder: Path, size: int) -> tuple[Path, int]:
+    """Write a wheelhouse as files of at most `size` bytes into the folder ``NAME.parts`` beside it, replacing earlier ones.
+
+    With them are their hashes and this file. Returns the folder of the parts, and their number.
+
+    Raises:
+        ValueError: there is a folder of this name that has no parts.
+        OSError: it can't be written. Earlier parts stay.
+    """
+    folder = folder.absolute()
+    parts = folder.with_name(f"{folder.name}.parts")
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{parts.name}") as name:
+        scratch = Path(name, parts.name)
+        scratch.mkdir()
+        # Numbers of four digits, as `PART` has them.
+        command = ["split", f"--bytes={size}", "--numeric-suffixes", "--suffix-length=4", "-", f"{scratch}/part-"]
+        with (
+            subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as splitter,
+            tarfile.open(fileobj=splitter.stdin, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+        ):
+            for path in sorted([*folder.glob("[!.]*"), *folder.glob("pins/*")]):
+                if path.is_file():
+                    archive.add(path, path.relative_to(folder))
+        if splitter.returncode:
+            raise OSError(f"{parts} can't be written: split ended with {splitter.returncode}")
+        sums = [f"{sha256(path)}  {path.name}\n" for path in sorted(scratch.iterdir())]
+        (scratch / SUMS).write_text("".join(sums), encoding="utf-8")
+        shutil.copyfile(__file__, scratch / "unpack.py")
+        if parts.exists():
+            if not (parts / SUMS).exists():
+                raise ValueError(f"{parts} isn't a folder of parts: remove it, or fetch into another folder")
+            parts.rename(Path(name, "old"))
+        scratch.rename(parts)
+    return parts, len(sums)
 
 
 def unpack(parts: Path, folder: Path) -> None:
@@ -53,9 +88,10 @@ def unpack(parts: Path, folder: Path) -> None:
             wrong.append(f"{name} is missing")
     if wrong:
         raise ValueError(f"{parts}: {', '.join(wrong)}")
-    with tarfile.open(fileobj=_Joined(paths), mode="r|") as archive:
+    with subprocess.Popen(["cat", *paths], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as joined:
         try:
-            archive.extractall(folder, filter="data")
+            with tarfile.open(fileobj=joined.stdout, mode="r|") as archive:
+                archive.extractall(folder, filter="data")
         except tarfile.TarError as error:
             raise ValueError(f"{parts} can't be unpacked: {error}") from error
 
@@ -67,25 +103,6 @@ def sha256(path: Path) -> str:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
-
-
-class _Joined(io.RawIOBase):
-    """Several files, read one after the other."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = [*paths]
-        self._file: BinaryIO | None = None
-
-    def read(self, size: int = _BLOCK) -> bytes:
-        """At most `size` bytes, fewer at the end of a file; none at the end of the last."""
-        while self._file is not None or self._paths:
-            if self._file is None:
-                self._file = self._paths.pop(0).open("rb")
-            if block := self._file.read(size):
-                return block
-            self._file.close()
-            self._file = None
-        return b""
 
 
 def main() -> int:

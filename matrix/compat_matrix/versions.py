@@ -59,6 +59,7 @@ def same(asked: str, tested: str) -> bool:
     return there.release[: len(wanted.release)] == wanted.release and not there.is_prerelease
 
 
+@lru_cache(10_000)
 def release(version: str) -> tuple[int, int, int]:
     """Major, minor and micro; zeros for what isn't a version."""
     found = parsed(version)

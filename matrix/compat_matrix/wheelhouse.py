@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from importlib import metadata
@@ -18,39 +17,36 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 from urllib.parse import unquote, urlsplit
+from zlib import crc32
 
-import requests
-from packaging.requirements import Requirement
 from packaging.tags import compatible_tags, cpython_tags
-from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from .atlas.index import TIMEOUT, File, Index, reason
+from .atlas.index import File, Index
 from .axes import Axes
-from .base_python import torch_alone
 from .cells import Cell, one_and_more
 from .errors import MatrixError
 from .fingerprint import sources
-from .pins import ANY_DAY, Part, Pin, ResolutionError, compile_pins, lock, of_cells, write
+from .pins import ANY_DAY, Part, Parts, Pin, UvError, compile_pins, lock, of_cells, torch_alone, uv, write
 from .unpack import sha256
 
 #: The number of files that are fetched at a time.
 _THREADS = 4
 
 #: A name of a file or a folder that can't leave the folder it is in.
-Name = Annotated[str, StringConstraints(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.+!-]*\z")]
-_NAME: TypeAdapter[str] = TypeAdapter(Name)
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+!-]*"
+Name = Annotated[str, StringConstraints(pattern=rf"\A{_NAME}\z")]
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
 
 class Stored(_Table):
-    """A fetched file; `requirement` is for example ``"numpy==2.5.4"``."""
+    """A fetched file."""
 
-    requirement: str
     sha256: str
     size: int
 
@@ -58,7 +54,6 @@ class Stored(_Table):
 class PartOf(_Table):
     """A base or a layer; `torch_alone` are torch and its pins that only torch needs."""
 
-    python: str
     torch_alone: list[str] = []
 
 
@@ -85,26 +80,14 @@ class Wheelhouse(_Table):
         Raises:
             MatrixError: the folder doesn't exist, or `fetch` hasn't written it.
         """
-        folder = folder.absolute()
-        if not folder.is_dir():
-            raise MatrixError(
-                f"--offline takes a folder that `kernel-compat-matrix fetch` wrote; {folder} isn't a folder"
-            )
-        found = cls.read(folder)
-        if found is None:
-            raise MatrixError(
-                f"{folder} has no manifest.json: `kernel-compat-matrix fetch` writes it last, so this folder is incomplete"
-            )
-        return found
-
-    @classmethod
-    def read(cls, folder: Path) -> Wheelhouse | None:
-        """The folder's manifest; None if it has none."""
-        path = folder / "manifest.json"
+        path = folder.absolute() / "manifest.json"
         try:
-            return cls.model_validate_json(path.read_bytes()).model_copy(update={"folder": folder})
-        except FileNotFoundError:
-            return None
+            return cls.model_validate_json(path.read_bytes()).model_copy(update={"folder": path.parent})
+        except OSError:
+            wrong = (
+                "has no manifest.json, which is written last: it is incomplete" if folder.is_dir() else "isn't a folder"
+            )
+            raise MatrixError(f"{path.parent} {wrong}; `kernel-compat-matrix fetch` writes such folders") from None
         except ValidationError as error:
             raise MatrixError(f"{path} isn't a manifest of this version: {error.errors()[0]['msg']}") from None
 
@@ -134,7 +117,7 @@ class Wheelhouse(_Table):
                 f"{self.wheel} in {self.folder} has another {changed} than {project}: fetch it again, from the same state"
             )
 
-    def take(self, parts: Mapping[str, Part | ResolutionError], cells: Sequence[Cell]) -> dict[str, Part]:
+    def take(self, parts: Parts, cells: Sequence[Cell]) -> dict[str, Part]:
         """The parts of the cells with pins of the files in this folder: a wheel that was added by hand replaces an sdist.
 
         Raises:
@@ -142,26 +125,25 @@ class Wheelhouse(_Table):
         """
         names = {stored.sha256: name for name, stored in self.files.items()}
         added = [path for path in sorted(self.folder.glob("*.whl")) if path.name not in self.files]
+        digest = cache(sha256)
         found: dict[str, Part] = {}
         missing: dict[str, dict[str, None]] = {}
-
-        @cache
-        def taken(pin: Pin, python: str, torch: str) -> Pin | None:
-            there = self._there(names.get(pin.sha256, ""))
-            if there and names[pin.sha256].endswith(".whl"):
-                return pin
-            if wheel := _replacing(added, pin, python, torch):
-                return Pin(pin.name, str(parse_wheel_filename(wheel.name)[1]), sha256(wheel))
-            return pin if there else None
-
         for cell in cells:
             for part in (one for one in (parts[cell.base], parts[cell.layer]) if isinstance(one, Part)):
-                pins = {pin: taken(pin, part.python, cell.torch) for pin in part.pins}
-                found[part.name] = replace(part, pins=tuple(filter(None, pins.values())))
-                for pin in (pin for pin, there in pins.items() if there is None):
-                    name = names.get(pin.sha256)
-                    what = f"{pin.name}=={pin.version}" + (f" ({name})" if name else "")
-                    missing.setdefault(what, {})[cell.name] = None
+                pins = []
+                for pin in part.pins:
+                    name = names.get(pin.sha256, "")
+                    there = self._there(name)
+                    if there and name.endswith(".whl"):
+                        pins.append(pin)
+                    elif wheel := _replacing(added, pin, part.python, cell.torch):
+                        pins.append(Pin(pin.name, str(parse_wheel_filename(wheel.name)[1]), digest(wheel)))
+                    elif there:
+                        pins.append(pin)
+                    else:
+                        what = f"{pin.name}=={pin.version}" + (f" ({name})" if name else "")
+                        missing.setdefault(what, {})[cell.name] = None
+                found[part.name] = replace(part, pins=tuple(pins))
         if missing:
             lines = [f"{what}, for {one_and_more([*those])}" for what, those in sorted(missing.items())]
             if any(what.startswith("torch==") for what in missing):
@@ -196,55 +178,42 @@ def fetch(
 
     Raises:
         MatrixError: pins are missing or have no solution, a file can't be fetched or has another hash, the project can't be
-            built, or the disk is full. Fetched files stay, for the next attempt; everything else in the folder is as it was.
+            built, or the disk is full. Fetched files stay, for the next attempt. The manifest is written last.
     """
     parts: dict[str, Part] = {}
     for name, found in of_cells(axes, cells, pin_folder, latest).items():
-        if isinstance(found, ResolutionError):
+        if isinstance(found, UvError):
             raise MatrixError(f"{name} has no solution: {found}")
         parts[name] = found
     needless = torch_alone(axes, cells, parts)
-    wanted = {
-        (part.python, pin)
-        for part in parts.values()
-        for pin in part.pins
-        if not (without_torch and pin.name in needless.get(part.name, ()))
-    }
+    left_out = needless if without_torch else {}
+    wanted = [part.without(left_out.get(name, ())) for name, part in parts.items()]
     folder = folder.absolute()
-    with _writing(folder) as scratch:
-        built: dict[str, Pin] = {}
-        for python in sorted({cell.python for cell in cells}) if runner else ():
-            pins, ours = _runner(axes, python, scratch)
-            wanted |= {(python, pin) for pin in pins}
-            built |= ours
-            every = sorted([*pins, *ours.values()], key=lambda pin: pin.name)
-            write(Part(f"runner-py{python.replace('.', '')}", python, tuple(every)), scratch)
-        project, pin = _build(axes.folder, scratch)
-        built[project] = pin
-        files = {**_fetched(axes, wanted, folder, note), **built}
+    old = Wheelhouse.open(folder) if (folder / "manifest.json").exists() else None
+    try:
+        with TemporaryDirectory() as scratch:
+            project = _build(axes.folder, Path(scratch))
+            runners = _runners(axes, {cell.python for cell in cells}, Path(scratch)) if runner else []
+            files = _gathered(axes, [*wanted, *runners], folder, Path(scratch), note)
         for part in parts.values():
-            write(part, scratch / "pins")
-        old = Wheelhouse.read(folder) or Wheelhouse(project=project)
-        new_parts = {
-            name: PartOf(python=part.python, torch_alone=sorted(needless.get(name, ()))) for name, part in parts.items()
-        }
-        stored = {
-            name: Stored(
-                requirement=f"{pin.name}=={pin.version}",
-                sha256=pin.sha256,
-                size=((scratch if name in built else folder) / name).stat().st_size,
-            )
-            for name, pin in files.items()
-        }
-        update = {
-            "folder": folder,
-            "wheel": project,
-            "cells": old.cells | {cell.name: (cell.base, cell.layer) for cell in cells},
-            "parts": old.parts | new_parts,
-            "files": old.files | stored,
-        }
-        house = old.model_copy(update=update)
-        (scratch / "manifest.json").write_text(house.model_dump_json(indent=2, by_alias=True), encoding="utf-8")
+            write(part, folder / "pins")
+        for part in runners:
+            write(part, folder)
+        name, version, *_ = parse_wheel_filename(project.name)
+        files[project.name] = Pin(name, str(version), sha256(folder / project.name))
+        old = old or Wheelhouse(project=project.name)
+        stored = {name: Stored(sha256=pin.sha256, size=(folder / name).stat().st_size) for name, pin in files.items()}
+        house = Wheelhouse(
+            folder=folder,
+            project=project.name,
+            cells=old.cells | {cell.name: (cell.base, cell.layer) for cell in cells},
+            parts=old.parts | {name: PartOf(torch_alone=sorted(needless.get(name, ()))) for name in parts},
+            files=old.files | stored,
+        )
+        (folder / "manifest.part").write_text(house.model_dump_json(indent=2, by_alias=True), encoding="utf-8")
+        (folder / "manifest.part").replace(folder / "manifest.json")
+    except OSError as error:
+        raise MatrixError(f"{folder} can't be written: {error.strerror or error}") from error
     for name, pin in sorted(files.items()):
         if not name.endswith(".whl"):
             note(
@@ -256,126 +225,90 @@ def fetch(
 
 def differing(wheel: Path, folder: Path) -> str | None:
     """A module that differs between a wheel and the project's folder; None if there is none."""
-    there: dict[str, list[Path]] = {}
+    there: defaultdict[str, list[Path]] = defaultdict(list)
     for path in sources(folder):
-        there.setdefault(path.name, []).append(path)
+        there[path.name].append(path)
     with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            member = PurePosixPath(name)
-            same = [path for path in there.get(member.name, ()) if path.parts[-len(member.parts) :] == member.parts]
-            size = archive.getinfo(name).file_size
-            alike = [path for path in same if path.stat().st_size == size]  # and so it isn't larger than a module
-            if same and (not alike or archive.read(name) not in [path.read_bytes() for path in alike]):
-                return name
+        for entry in archive.infolist():
+            parts = PurePosixPath(entry.filename).parts
+            same = [path for path in there[parts[-1]] if path.parts[-len(parts) :] == parts]
+            if same and entry.CRC not in [crc32(path.read_bytes()) for path in same]:
+                return entry.filename
     return None
 
 
-def _fetched(
-    axes: Axes, wanted: Iterable[tuple[str, Pin]], folder: Path, note: Callable[[str], None]
+def _gathered(
+    axes: Axes, parts: Sequence[Part], folder: Path, built: Path, note: Callable[[str], None]
 ) -> dict[str, Pin]:
-    """The files of the pins of each Python, by name; missing ones are fetched."""
-    pins = {pin.sha256: pin for _, pin in wanted}
-    paths = [path for path in folder.iterdir() if path.name.endswith((".whl", ".tar.gz", ".zip"))]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        digests = dict(zip(paths, pool.map(sha256, paths), strict=True))
-        found = {path.name: pins[digest] for path, digest in digests.items() if digest in pins}
-        missing = pins.keys() - digests.values()
-        urls: dict[str, str] = {}
-        for python in sorted({python for python, _ in wanted}):
-            here = {pin for version, pin in wanted if version == python and pin.sha256 in missing - urls.keys()}
-            urls |= _located(axes, python, here)
-        index = Index()
+    """The files of the pins of parts, by name. The built ones are moved into the folder, and the missing ones are fetched."""
+    paths = [path for place in (folder, built) for path in place.glob("*") if path.suffix in (".whl", ".gz", ".zip")]
+    there = {sha256(path): path for path in paths}
+    pins = {pin.sha256: pin for part in parts for pin in part.pins}
+    urls = _located(axes, parts, there)
+    index = Index()
+    folder.mkdir(parents=True, exist_ok=True)
 
-        def one(digest: str) -> str:
-            name = unquote(urlsplit(urls[digest]).path.rpartition("/")[2])
-            try:
-                _NAME.validate_python(name)
-            except ValidationError:
-                raise MatrixError(f"the index names a file {name!r}, which isn't the name of a distribution") from None
-            _download(index, File(name, urls[digest], digest, None, False), folder / name)
-            note(f"{name} {(folder / name).stat().st_size / 1e6:.1f} MB")
-            return name
-
-        tasks = {digest: pool.submit(one, digest) for digest in urls}
+    def one(digest: str) -> Path:
+        name = unquote(urlsplit(urls[digest]).path.rpartition("/")[2])
+        if not re.fullmatch(_NAME, name):
+            raise MatrixError(f"the index names a file {name!r}, which isn't the name of a distribution")
+        part = folder / f"{name}.part"
         try:
-            return found | {task.result(): pins[digest] for digest, task in tasks.items()}
+            with part.open("wb") as output:
+                index.download(File(name, urls[digest], digest), output)
+            return part.replace(folder / name)
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            part.unlink(missing_ok=True)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for digest, path in zip(urls, pool.map(one, urls), strict=True):
+            note(f"{path.name} {path.stat().st_size / 1e6:.1f} MB")
+            there[digest] = path
+    for path in built.glob("*.whl"):
+        shutil.move(path, folder / path.name)
+    return {there[digest].name: pin for digest, pin in pins.items()}
 
 
-def _located(axes: Axes, python: str, pins: Iterable[Pin]) -> dict[str, str]:
-    """The locations of the pins' files by hash. Releases of one distribution are looked up one after the other."""
+def _located(axes: Axes, parts: Sequence[Part], there: Collection[str]) -> dict[str, str]:
+    """The locations of the files of pins, by hash, without those that are there."""
     found: dict[str, str] = {}
-    left = sorted(pins, key=lambda pin: (pin.name, Version(pin.version)))
-    while left:
-        asked = {pin.name: pin for pin in left}
-        exactly = [f"{pin.name}=={pin.version}" for pin in asked.values()]
-        for package in lock(exactly, python, axes.folder, "--no-deps", before=ANY_DAY):
-            pin = asked[canonicalize_name(package["name"])]
+    for part in parts:
+        left = [pin for pin in part.pins if pin.sha256 not in there and pin.sha256 not in found]
+        exactly = [f"{pin.name}=={pin.version}" for pin in left]
+        urls: dict[str, str] = {}
+        for package in lock(exactly, part.python, axes.folder, "--no-deps", before=ANY_DAY) if left else ():
             files = [*package.get("wheels", ()), *([package["sdist"]] if "sdist" in package else [])]
-            url = next((file["url"] for file in files if file["hashes"].get("sha256") == pin.sha256), None)
-            if url is None:
+            urls |= {file["hashes"].get("sha256"): file["url"] for file in files}
+        for pin in left:
+            if pin.sha256 not in urls:
                 raise MatrixError(f"no file of {pin.name}=={pin.version} has the pinned hash any more: {pin.sha256}")
-            found[pin.sha256] = url
-        left = [pin for pin in left if pin not in asked.values()]
+            found[pin.sha256] = urls[pin.sha256]
     return found
 
 
-def _download(index: Index, file: File, target: Path) -> None:
-    """Fetch a file and compare its hash with the pin.
-
-    Raises:
-        MatrixError: it can't be fetched, or its hash differs from the pin; no part of it stays.
-    """
-    scratch = target.with_name(f"{target.name}.part")
-    try:
-        if file.local_path is not None:
-            shutil.copyfile(file.local_path, scratch)
-        else:
-            with (
-                index.session.get(index.fetchable(file), stream=True, timeout=TIMEOUT) as response,
-                scratch.open("wb") as output,
-            ):
-                response.raise_for_status()
-                output.writelines(response.iter_content(1 << 20))
-        if (digest := sha256(scratch)) != file.sha256:
-            raise MatrixError(f"{file.filename} has another hash than its pin: {digest}")
-        scratch.replace(target)
-    except requests.RequestException as error:
-        raise MatrixError(f"{file.filename} can't be fetched: {reason(error)}") from error
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
-def _build(source: Path, folder: Path) -> tuple[str, Pin]:
+def _build(source: Path, folder: Path) -> Path:
     """Build a project's wheel into the folder."""
     with TemporaryDirectory(dir=folder) as scratch:
-        command = [sys.executable, "-m", "uv", "build", "--wheel", "--quiet", "--out-dir", scratch, str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=source, check=False)
-        if done.returncode:
-            raise MatrixError(f"{source} can't be built: {done.stderr.strip()}")
-        wheel = next(Path(scratch).glob("*.whl"))
-        name, version, *_ = parse_wheel_filename(wheel.name)
-        target = wheel.replace(folder / wheel.name)
-    return target.name, Pin(name, str(version), sha256(target))
+        uv("build", "--wheel", "--python", sys.executable, "--out-dir", scratch, str(source), folder=source)
+        (wheel,) = Path(scratch).glob("*.whl")
+        return wheel.replace(folder / wheel.name)
 
 
-def _runner(axes: Axes, python: str, folder: Path) -> tuple[list[Pin], dict[str, Pin]]:
-    """The pins for installing this command, and those of the packages that were built for it."""
-    ours = ("kernel-compat-matrix", "kernel-compat")
-    requirements: list[str] = []
-    built: dict[str, Pin] = {}
-    for name in ours:
+def _runners(axes: Axes, pythons: Iterable[str], folder: Path) -> list[Part]:
+    """The pins for installing this command on each Python. From a checkout it is built into the folder."""
+    requirements = []
+    for name in ("kernel-compat-matrix", "kernel-compat"):
         found = metadata.distribution(name)
         origin = loads(found.read_text("direct_url.json") or "{}")
-        if "dir_info" not in origin:
+        if "dir_info" in origin:
+            wheel = _build(File(name, origin["url"]).local_path or Path(), folder)
+            requirements.append(f"{parse_wheel_filename(wheel.name)[0]} @ {wheel.as_uri()}")
+        else:
             requirements.append(f"{name}=={found.version}")
-            continue
-        file, pin = _build(File(name, origin["url"], None, None, False).local_path or Path(), folder)
-        built[file] = pin
-        needed = [one for one in map(Requirement, found.requires or ()) if canonicalize_name(one.name) not in ours]
-        requirements += [str(one) for one in needed if "extra" not in str(one.marker or "")]
-    return [pin for pin in compile_pins(requirements, (), python, axes) if pin.name not in ours], built
+    return [
+        Part(f"runner-py{python.replace('.', '')}", python, compile_pins(requirements, (), python, axes))
+        for python in sorted(pythons)
+    ]
 
 
 def _replacing(wheels: Sequence[Path], pin: Pin, python: str, torch: str) -> Path | None:
@@ -392,23 +325,3 @@ def _replacing(wheels: Sequence[Path], pin: Pin, python: str, torch: str) -> Pat
         if name == pin.name and Version(found.public) == Version(pin.version) and tags & theirs and fits:
             return path
     return None
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[Path]:
-    """A folder whose files are moved into `folder` at the end, the manifest last; none of them if there was an error."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with TemporaryDirectory(dir=folder, prefix=".") as name:
-                scratch = Path(name)
-                yield scratch
-                written = [path.relative_to(scratch) for path in scratch.rglob("*") if path.is_file()]
-                for path in sorted(written, key=lambda path: path.name == "manifest.json"):
-                    (folder / path).parent.mkdir(exist_ok=True)
-                    (scratch / path).replace(folder / path)
-        finally:
-            with suppress(OSError):
-                folder.rmdir()  # if it is empty
-    except OSError as error:
-        raise MatrixError(f"{folder} can't be written: {error.strerror or error}") from error

@@ -19,13 +19,13 @@ from . import gpus
 from .axes import Known, Tests
 from .cell.kernel_compat_host import PRELOADED
 from .cells import Cell
-from .environments import Environments, InstallationError
+from .environments import Environments
 from .errors import MatrixError
-from .figures import distinct
-from .outcomes import judge, read_report_log, retried, tied
-from .pins import Part
+from .outcomes import distinct, judge, read_report_log, retried, tied
+from .pins import Part, UvError
 from .processes import INSIDE, Hosts, Process, fresh
 from .results import CellResult, Kind, Verdict
+from .words import plural
 
 #: Environment variables that cells don't inherit. Without bytecode caches a cell would compile torch and transformers for 10 s;
 #: and cells must not know where the runner may write.
@@ -107,14 +107,18 @@ def run(
     Raises:
         Cancelled: `cancelled` was set.
     """
+    if job.gpus > len(devices):
+        there = {0: "none is", 1: "one is"}.get(len(devices), f"{len(devices)} are")
+        return job.result("not run", "hardware", f"it needs {plural(job.gpus, 'GPU')}, and {there} visible")
+    cancelled = cancelled or threading.Event()
     with gpus.leased(job.gpus, devices, cancelled) as held:
-        if len(held) < job.gpus or (cancelled is not None and cancelled.is_set()):
+        if cancelled.is_set():
             raise Cancelled
         started()
         return _run(job, held, cancelled, hosts)
 
 
-def _run(job: Job, leased: Sequence[str], cancelled: threading.Event | None, hosts: Hosts | None) -> CellResult:
+def _run(job: Job, leased: Sequence[str], cancelled: threading.Event, hosts: Hosts | None) -> CellResult:
     started, clock = datetime.now(timezone.utc), time.monotonic()
 
     def result(verdict: Verdict, kind: Kind | None, reason: str, **more: Any) -> CellResult:
@@ -125,7 +129,7 @@ def _run(job: Job, leased: Sequence[str], cancelled: threading.Event | None, hos
     try:
         python = job.environments.base(job.parts[0])
         layer = job.environments.layer(job.parts[1], python)
-    except InstallationError as error:
+    except UvError as error:
         return result("failed", "installation", _first(str(error)), log=str(error))
     except OSError as error:  # an error of the machine, which every cell would have
         raise MatrixError(
@@ -171,21 +175,17 @@ def _start(
     first, *rest = job.command
     if first != "pytest":
         return fresh([str(python) if part == "python" else part for part in job.command], *place)
-    arguments = ["pytest", "-p", "kernel_compat_cell", "-p", "kernel_compat_figures"]
-    arguments += [f"--report-log={folder / (_RETRY_REPORT if again else _REPORT)}"]
+    arguments = ["pytest", "-p", "kernel_compat_cell", f"--report-log={folder / (_RETRY_REPORT if again else _REPORT)}"]
     arguments += ["-o", f"cache_dir={folder / _CACHE}"] if job.retry else ["-p", "no:cacheprovider"]
     arguments += [*rest, *(["--last-failed"] if again else [])]
     if len(leased) > 1:
         arguments += ["-n", str(len(leased))]
-    if hosts is not None and not leased and not _shadows(job):
+    # A fork has imported the base's release of what the layer may have too.
+    shadowed = not isinstance(job.parts, str) and any(name in PRELOADED for name in job.parts[1].versions)
+    if hosts is not None and not leased and not shadowed:
         with suppress(OSError):  # torch can't be imported: the cell's own log shows why
             return hosts(python).start(arguments, *place)
     return fresh([str(python), "-m", *arguments], *place)
-
-
-def _shadows(job: Job) -> bool:
-    """Whether the layer has a package that the process to fork from imports, or misses, before the layer is on its path."""
-    return not isinstance(job.parts, str) and any(name in PRELOADED for name in job.parts[1].versions)
 
 
 def _environment(job: Job, layer: Path, folder: Path, leased: Sequence[str]) -> dict[str, str]:
@@ -208,14 +208,14 @@ def _environment(job: Job, layer: Path, folder: Path, leased: Sequence[str]) -> 
     }
 
 
-def _supervise(process: Process, deadline: float, cancelled: threading.Event | None) -> int | None:
+def _supervise(process: Process, deadline: float, cancelled: threading.Event) -> int | None:
     """The return code of the process; None if it was ended at `deadline`, in seconds of the monotonic clock."""
     try:
         while True:
             try:
                 return process.wait(0.2)
             except TimeoutError:
-                if cancelled is not None and cancelled.is_set():
+                if cancelled.is_set():
                     raise Cancelled from None
                 if time.monotonic() > deadline:
                     with suppress(ProcessLookupError):
@@ -228,10 +228,9 @@ def _supervise(process: Process, deadline: float, cancelled: threading.Event | N
 
 def _read_environment(path: Path) -> Mapping[str, Any]:
     try:
-        found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
-    return found
 
 
 def _first(text: str) -> str:

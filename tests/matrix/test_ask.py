@@ -1,4 +1,4 @@
-"""The question of the first page. A report reads it with a script, a service in Python: both read the same."""
+"""The question of the first page, which a script reads. In a report it also finds the answer, which Python finds in a service."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ import pytest
 from stored import cells, failed, passed, stored
 
 from compat_matrix.cells import Cell
-from compat_matrix.errors import MatrixError
 from compat_matrix.pages import ask, report
-from compat_matrix.pages.filters import Filters
 from compat_matrix.pages.links import Links
 from compat_matrix.results import Kind
 from compat_matrix.store import Store
-from compat_matrix.views.verdicts import Wanted, judge, newest
+from compat_matrix.views.verdicts import Judged, judge, newest, wanted
 
 #: A field, what is typed, and what it is; or a part of the error.
 TYPED = [
@@ -116,51 +114,34 @@ def _script(call: str, matrix: object = {}) -> Any:
     return json.loads(done.stdout)
 
 
-def _typed(name: str, text: str) -> str | None:
-    """What a field is read as, or the error beside it."""
-    found = ask.question(Filters().but(**{name: text}))
-    assert found.typed[name] == text  # what can't be read is kept
-    axis = next(axis for axis, (field, *_) in ask.FIELDS.items() if field == name)
-    return found.wanted.asked[axis] if found.wanted else found.errors[name]
+FIELDS = {axis: [name, example] for axis, (name, _, example) in ask.FIELDS.items()}
 
 
-@pytest.mark.parametrize(("name", "text", "said"), TYPED)
-def test_what_people_type(name: str, text: str, said: str) -> None:
-    assert _typed(name, text) == said
+def _read(asked: list[dict[str, str]]) -> Any:
+    empty = {"tf": "", "pt": "", "fa": "", "py": "", "text": ""}
+    fields = json.dumps(FIELDS)
+    return _script(f"{json.dumps([empty | one for one in asked])}.map((one) => read(one, {fields}))")
 
 
-@pytest.mark.parametrize(("text", "said"), PASTED)
-def test_what_people_paste(text: str, said: dict[str, str] | str) -> None:
-    if isinstance(said, str):
-        with pytest.raises(MatrixError) as error:
-            ask.pasted(text)
-        assert str(error.value) == said
-        found = ask.question(Filters(), text)
-        assert (found.text, found.errors, found.wanted) == (text, {"text": said}, None)
-    else:
-        assert {"tf": "", "pt": ""} | ask.pasted(text) == said
+def test_what_people_type() -> None:
+    axes = {name: axis for axis, (name, _) in FIELDS.items()}
+    read = _read([{name: text} for name, text, _ in TYPED])
+    for one, (name, text, said) in zip(read, TYPED, strict=True):
+        assert one["typed"][name] == text  # what can't be read is kept
+        assert (one["errors"].get(name) or one["asked"][axes[name]]) == said
+        if not one["errors"]:  # the service takes it
+            assert wanted({axes[name]: said}) == {axes[name]: said}
+
+
+def test_what_people_paste() -> None:
+    read = _read([{"text": text} for text, _ in PASTED])
+    for one, (_, said) in zip(read, PASTED, strict=True):
+        assert (one["errors"].get("text") or {name: one["typed"][name] for name in ("tf", "pt", "fa")}) == said
 
 
 def test_a_field_counts_more_than_the_text() -> None:
-    found = ask.question(Filters(pt="2.12"), "torch==2.11.0\ntransformers==5.9.1")
-    assert found.wanted == Wanted(transformers="5.9.1", torch="2.12", flash_attention="none")
-    assert ask.question(Filters()).wanted is None
-    assert "longer than" in ask.question(Filters(), "torch==2.11.0\n" * 100_000).errors["text"]
-
-
-def test_the_script_reads_the_same() -> None:
-    matrix = {"fields": ask.fields()}
-    empty = {"tf": "", "pt": "", "fa": "", "py": "", "text": ""}
-    asked = [empty | {name: text} for name, text, _ in TYPED]
-    read = _script(f"{json.dumps(asked)}.map(read)", matrix)
-    axes = {name: axis for axis, (name, *_) in ask.FIELDS.items()}
-    assert [
-        one["errors"].get(name) or one["asked"][axes[name]] for one, (name, *_) in zip(read, TYPED, strict=True)
-    ] == [said for *_, said in TYPED]
-    asked = [empty | {"text": text} for text, _ in PASTED]
-    read = _script(f"{json.dumps(asked)}.map(read)", matrix)
-    said = [one["errors"].get("text") or {name: one["typed"][name] for name in ("tf", "pt", "fa")} for one in read]
-    assert said == [said for _, said in PASTED]
+    (found,) = _read([{"pt": "2.12", "text": "torch==2.11.0\ntransformers==5.9.1"}])
+    assert found["asked"] == {"transformers": "5.9.1", "torch": "2.12", "flash_attention": "none", "python": ""}
 
 
 def test_the_script_and_the_service_answer_the_same(tmp_path: Path) -> None:
@@ -196,16 +177,15 @@ def test_the_script_and_the_service_answer_the_same(tmp_path: Path) -> None:
         ]
         found = _script(f"{json.dumps(asked)}.map((one) => answer(one))", matrix)
         for question, one in zip(asked, found, strict=True):
-            wanted = Wanted.of({axis: value for axis, value in question.items() if value})
-            shown = ask.shown(wanted, judge(store, wanted, known))
-            headline = ask.HEADLINES[one["verdict"]][1] + (f": {one['kind']}" if one["kind"] else "")
+            shown = judge(store, wanted({axis: value or None for axis, value in question.items()}), known)
             named = [Cell.of({"transformers": "", "torch": ""} | some["cell"]) for some in one["evidence"]]
-            works = one["works"] and Cell.of({"transformers": "", "torch": ""} | one["works"]["cell"])
-            assert (headline, one["closeness"], named, works) == (
-                shown.headline,
+            works = [Cell.of({"transformers": "", "torch": ""} | some["cell"]) for some in [one["works"]] if some]
+            assert (one["verdict"], one["kind"], one["closeness"], named, works) == (
+                shown.verdict,
+                shown.kind,
                 shown.closeness,
-                [some.found.cell for some in shown.evidence],
-                shown.works and shown.works.found.cell,
+                [some.cell for some in shown.shown],
+                [some.cell for some in shown.works],
             ), question
             assert shown.closeness in ("neighbour", "none") or one["reason"] == shown.reason
 
@@ -215,24 +195,21 @@ def test_an_answer_has_the_nearest_that_works(tmp_path: Path) -> None:
     with Store.open(str(tmp_path / "store.db")) as store:
         run = stored(store, [failed(one, "crash", "it died") if one.torch == "2.11" else passed(one) for one in every])
 
-        def answer(**asked: str) -> ask.Answer:
-            wanted = Wanted.of(asked)
-            return ask.shown(wanted, judge(store, wanted))
+        def answer(**asked: str) -> Judged:
+            return judge(store, wanted(asked))
 
         bad = answer(transformers="5.9.1", torch="2.11.0")
-        assert (bad.state, bad.headline, bad.closeness, bad.reason) == ("failed", "It fails: crash", "patch", "it died")
-        assert bad.works is not None
-        assert bad.works.found.cell.name == "py312-tf5.9-torch2.10"
-        assert [axis for axis, _, differs in bad.works.axes if differs] == ["torch"]
-        assert (bad.evidence[0].found.past.run.id, bad.evidence[0].word) == (run, "crash")
+        assert (bad.verdict, bad.kind, bad.closeness, bad.reason) == ("failed", "crash", "patch", "it died")
+        assert bad.works[0].cell.name == "py312-tf5.9-torch2.10"
+        assert [one.axis for one in bad.works[0].differs] == ["torch"]
+        assert (bad.shown[0].run, bad.shown[0].kind) == (run, "crash")
         other = answer(transformers="5.12", torch="2.10")
-        assert (other.headline, other.closeness) == ("It was not tested", "neighbour")
-        assert other.works is not None
-        assert other.works.found.cell.name == "py312-tf5.10-torch2.10"
+        assert (other.verdict, other.closeness) == ("unknown", "neighbour")
+        assert other.works[0].cell.name == "py312-tf5.10-torch2.10"
         store.new_run([], excluded=dict.fromkeys(cells(("5.9",), ("2.11",), ("3.10",)), "needs Python 3.11"))
         refused = answer(transformers="5.9", torch="2.11", python="3.10")
-        assert (refused.headline, refused.closeness, refused.reason, refused.evidence) == (
-            "It is excluded",
+        assert (refused.verdict, refused.closeness, refused.reason, refused.shown) == (
+            "refused",
             "rule",
             "needs Python 3.11",
             [],

@@ -26,9 +26,8 @@ from packaging.version import Version
 from wheels import publish
 
 from compat_matrix.atlas import command
-from compat_matrix.atlas.cache import Cache
 from compat_matrix.atlas.index import File, Index
-from compat_matrix.atlas.published import Published
+from compat_matrix.atlas.published import Cache, Published
 from compat_matrix.atlas.releases import Release, covered, select
 from compat_matrix.atlas.scan import Disagreement, check, history, read
 from compat_matrix.atlas.sources import Sources
@@ -175,7 +174,7 @@ def lines(answer: dict[str, Any], target: str) -> list[str]:
 
 def read_one(folder: Path, target: str, tmp_path: Path, name: str = "demo-1.0-py3-none-any.whl") -> Any:
     cache = Cache(tmp_path / "cache", print)
-    file = File(name, (folder / name).as_uri(), None, None, False)
+    file = File(name, (folder / name).as_uri())
     with Published(file, Index(), cache, print) as published:
         return Sources(published).find(target)
 
@@ -406,8 +405,8 @@ def test_what_depends_on_a_condition_or_is_not_in_the_source_is_not_called_wrong
 def checked(folder: Path, seam: Seam, tmp_path: Path) -> list[Disagreement]:
     cache = Cache(tmp_path / "cache", print)
     name = "demo-1.0-py3-none-any.whl"
-    release = Release("demo", Version("1.0"), File(name, (folder / name).as_uri(), None, None, False))
-    findings = read({release: [seam.target]}, Index(), cache, print, lambda: None)
+    release = Release("demo", Version("1.0"), File(name, (folder / name).as_uri()))
+    findings = read({release: [seam.target]}, Index(), cache, print)
     return check([shim("demo_shim", ">=1", seam)], findings)
 
 
@@ -475,9 +474,9 @@ def test_each_claim_is_checked_in_its_releases(tmp_path: Path) -> None:
     for version, code in {"1.0": "", "1.1": "def f(a): ...", "1.2": "def f(a): ...", "2.0": "def f(b): ..."}.items():
         publish(tmp_path, "demo", version, {"demo.py": code})
     cache = Cache(tmp_path / "cache", print)
-    files = [File(p.name, p.as_uri(), None, None, False) for p in sorted(tmp_path.glob("*.whl"))]
+    files = [File(p.name, p.as_uri()) for p in sorted(tmp_path.glob("*.whl"))]
     releases = [Release("demo", Version(file.filename.split("-")[1]), file) for file in files]
-    findings = read({one: ["demo:f"] for one in releases}, Index(), cache, print, lambda: None)
+    findings = read({one: ["demo:f"] for one in releases}, Index(), cache, print)
 
     assert [event.what for event in history({one: findings[one]["demo:f"] for one in releases})] == [
         "appeared",
@@ -558,7 +557,7 @@ def test_the_same_file_of_a_release_is_read_everywhere() -> None:
         "demo-1.0-cp314-cp314-win_amd64.whl",
         "demo-1.0.tar.gz",
     )
-    files = [File(name, f"http://x/{name}", None, None, False) for name in names]
+    files = [File(name, f"http://x/{name}") for name in names]
     for several in (files, files[::-1]):
         assert select("demo", "1.0.0", {Version("1.0"): several})[0].file.filename == names[1]
 

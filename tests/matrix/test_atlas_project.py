@@ -17,7 +17,7 @@ from wheels import publish
 
 from compat_matrix.atlas import command
 from compat_matrix.atlas.index import Index
-from compat_matrix.atlas.project.source_tree import Scan, scan
+from compat_matrix.atlas.project.uses import Scan, scan
 from compat_matrix.atlas.upstream import REPLACEMENTS, replacements
 from compat_matrix.cli import main
 from compat_matrix.errors import MatrixError
@@ -113,6 +113,10 @@ GUARDS = {
     "try:\n    import x\n    HAS = True\nexcept ImportError:\n    HAS = False\nif HAS:\n    import torch": "check",
     "def f():\n    if version < '5':\n        return\n    import torch": "check",
     "def f():\n    if small:\n        return\n    import torch": "",
+    # Which of two conditions that depend on each other comes first makes no difference.
+    "a = hasattr(x, 'y') or b\nb = a\nif b:\n    pass\nif a:\n    import torch": "check",
+    "b = a\na = b\na = hasattr(x, 'y')\nif a:\n    pass\nif b:\n    import torch": "check",
+    "def f():\n    if any(n for n in version):\n        x\n    if any(n for n in y):\n        import torch": "",
     "try:\n    def f():\n        import torch\nexcept ImportError:\n    pass": "",
 }
 
@@ -149,6 +153,8 @@ ACCESSES = {
         1:
     ],
     "import torch\ndef f(torch): torch.x": [],
+    "import torch\ntry: f()\nexcept torch.x: pass": ["access torch.x attribute try"],
+    "import torch\ndef f(a, a): a.b = 1\nf(torch)": [],
     "import torch\ndef f(a: torch.Tensor) -> torch.X: ...": [
         "access torch.Tensor attribute",
         "access torch.X attribute",

@@ -34,7 +34,7 @@ when = "python<3.11 and transformers>=5.21"
 because = "transformers 5.21 needs Python 3.11"
 
 [[exclude]]
-when = "(device==cpu) != (fa==none)"
+when = "device==cpu and fa!=none or device==cuda and fa==none"
 because = "no kernel"
 
 [project]
@@ -71,7 +71,6 @@ issue = "https://github.com/pytorch/pytorch/issues/2"
 until = "torch>=2.11"
 because = "a wrong stride"
 """
-GOOD = GOOD.replace('"(device==cpu) != (fa==none)"', '"device==cpu and fa!=none or device==cuda and fa==none"')
 
 
 def written(folder: Path, text: str) -> Path:
@@ -298,6 +297,7 @@ def test_the_committed_file_is_right() -> None:
 
 OWN_AXES = """\
 version = 1
+not_installed = ["cuda"]
 
 [[axes]]
 python = ["3.11"]
@@ -326,7 +326,6 @@ command = ["pytest", "tests/trl"]
 [[tests]]
 command = ["pytest"]
 """
-OWN_AXES = OWN_AXES.replace("version = 1", 'version = 1\nnot_installed = ["cuda"]')
 
 
 def test_a_project_has_axes_of_its_own(tmp_path: Path) -> None:

@@ -55,15 +55,13 @@ def commands() -> list[str]:
     return [line for line in lines if line.startswith("kernel-compat-matrix ")]
 
 
-def write(folder: Path) -> dict[str, Any]:
-    """Write the page's files; returns the workflow."""
+def write(folder: Path) -> list[dict[str, Any]]:
+    """Write the page's files; returns its workflows."""
     for block in blocks():
         if block.file:
             (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
             (folder / block.file).write_text(block.text, encoding="utf-8")
-    workflow = yaml.safe_load((folder / ".github/workflows/matrix.yml").read_text(encoding="utf-8"))
-    assert isinstance(workflow, dict)
-    return workflow
+    return [yaml.safe_load(block.text) for block in blocks() if block.file.startswith(".github/workflows/")]
 
 
 def packed(small: Small, name: str) -> None:
@@ -102,7 +100,7 @@ def test_the_page_is_right_as_it_is_written(tmp_path: Path) -> None:
         small.wheel("transformers", version, {"transformers.py": TRANSFORMERS}, requires=["torch"])
     for version in ("0.18.1", "0.21.0", "0.21.2"):
         small.wheel("peft", version, {"peft.py": PEFT}, requires=["torch", "transformers"])
-    workflow = write(small.folder)
+    workflow, nightly = write(small.folder)
     axes = small.folder / "axes.toml"
     axes.write_text(axes.read_text().replace('"3.12"', f'"{PYTHON}"'))
 
@@ -143,6 +141,32 @@ def test_the_page_is_right_as_it_is_written(tmp_path: Path) -> None:
         run(command.replace("stores/*/results.sqlite", stores))
     pages = {path.stem for path in (small.folder / "site" / "cells").iterdir()}
     assert pages == {*listed.split()}
+
+    # Two nights. This machine has no GPU, and the cells say so.
+    axes.write_text(axes.read_text().replace("[axes]\n", '[axes]\ndevice = ["cpu", "cuda"]\n') + "gpus = 1\n")
+    (small.folder / "matrix.sqlite").unlink()
+    plan, job, compare = (steps_of(nightly, name) for name in ("plan", "run", "compare"))
+    emitted = json.loads(run(plan[-1].partition(" >")[0]))["cuda"]["include"]
+    names = " ".join(one["arguments"] for one in emitted).split()
+    assert sorted(name.replace("-cuda", "") for name in names) == sorted(listed.split())
+    merge, show, diff = compare[1:]
+    for night in ("1", "2"):
+        for number, one in enumerate(emitted):
+            given = {"${{ matrix.arguments }}": one["arguments"], "${{ github.run_number }}": night, "--latest ": ""}
+            command = job[-1]
+            for name, value in given.items():
+                command = command.replace(name, value)
+            done = small.run(*shlex.split(command.replace("results.sqlite", f"{night}-{number}.sqlite"))[1:])
+            assert (done.returncode, "it needs 1 GPU" in done.stdout) == (1, True), done
+        run(merge.replace("stores/*/results.sqlite", " ".join(f"{night}-{n}.sqlite" for n in range(len(emitted)))))
+        grids = small.run(*shlex.split(show)[1:])
+        assert f"night-{night}" in grids.stdout
+    assert all(f"night-{night}" in run(diff) for night in ("1", "2"))
+
+
+def steps_of(workflow: dict[str, Any], job: str) -> list[str]:
+    """The first line of each command of a job."""
+    return [step["run"].splitlines()[0] for step in workflow["jobs"][job]["steps"] if "run" in step]
 
 
 def _parts(name: str) -> tuple[str, str]:

@@ -17,8 +17,7 @@ from forked import Forked
 
 from compat_matrix.axes import Known
 from compat_matrix.cells import Cell
-from compat_matrix.figures import distinct
-from compat_matrix.outcomes import distance_in, judge, read_report_log, retried, tied
+from compat_matrix.outcomes import distance_in, distinct, judge, read_report_log, retried, tied
 from compat_matrix.processes import INSIDE
 from compat_matrix.results import Figure, Kind, Test, Verdict
 
@@ -55,7 +54,7 @@ def ran(folder: Path, *arguments: str, **files: str) -> Ran:
         "COMPAT_MATRIX_ENVIRONMENT": str(environment),
     }
     command = ["-m", "pytest", "-p", "pytest_reportlog.plugin", "-p", "kernel_compat_cell", "-p", "no:cacheprovider"]
-    command += ["-p", "kernel_compat_figures", f"--report-log={report}", *arguments]
+    command += [f"--report-log={report}", *arguments]
     log = folder / "log"
     if "kernel_compat" in files:  # a forked process would already have imported the real one
         with log.open("wb") as output:

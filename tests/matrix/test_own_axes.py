@@ -74,13 +74,13 @@ def test_every_command_takes_them(project: Small) -> None:
     assert f"Python {PYTHON}, no FlashAttention, CPU, backend gloo, peft 0.16\n" in shown
     assert f"Python {PYTHON}, no FlashAttention, CPU, backend gloo, peft 0.17\n" in shown
     cells = json.loads(project.run("show", "--json").stdout)["cells"]
-    assert [(cell["cell"], cell["peft"], cell["backend"]) for cell in cells] == [
+    assert [(cell["cell"], cell["extra"]["peft"], cell["extra"]["backend"]) for cell in cells] == [
         (names[0], "0.16", "gloo"),
         (names[1], "0.17", "gloo"),
     ]
     changed = json.loads(project.run("diff", "old", "new", "--json").stdout)
-    assert [one["cell"] for one in changed["cells"]["broke"]] == [names[0]]
-    assert [one["cell"] for one in changed["cells"]["mended"]] == [names[1]]
+    assert [one["cell"] for one in changed["broke"]] == [names[0]]
+    assert [one["cell"] for one in changed["mended"]] == [names[1]]
     assert names[1] in project.run("explain", names[1]).stdout
     assert project.run("report", "site").returncode == 0
     assert {path.stem for path in (project.folder / "site" / "cells").iterdir()} == set(names[:2])

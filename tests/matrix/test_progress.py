@@ -25,7 +25,7 @@ def followed(console: Console) -> None:
         progress.started(SECOND)
         progress.started(FIRST)  # a late message about a finished cell
         if console.is_terminal:
-            progress._live.refresh()
+            progress.refresh()
 
 
 def test_a_terminal_shows_a_table() -> None:

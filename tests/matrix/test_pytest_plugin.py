@@ -106,7 +106,7 @@ def test_inactive_it_imports_nothing_and_active_neither_torch_nor_transformers(
     assert ("compat_matrix.matrix_client" in ours) == active
     assert not {"torch", "transformers", "numpy", "sqlalchemy", "pydantic", "starlette"} & modules
     if not active:
-        cell = {"compat_matrix.cell", "compat_matrix.cell.kernel_compat_figures"}
+        cell = {"compat_matrix.cell", "compat_matrix.cell.kernel_compat_cell"}
         assert ours == {"compat_matrix", "compat_matrix.pytest_plugin", *cell}
         assert "urllib.request" not in modules
 

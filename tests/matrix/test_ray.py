@@ -262,12 +262,16 @@ def cells(project: Small) -> list[psutil.Process]:
     return [process for process in project.processes() if "cell.py" in process.cmdline()]
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[tuple[str, dict[str, str], Callable[[], subprocess.Popen[bytes]]]]:
     """A cluster of processes that requires a token: its address, its token, and a function that adds a node."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     processes = []
 
@@ -340,3 +344,28 @@ def test_a_cluster_of_processes_with_a_token(
     assert sorted(Counter(started(project)).values()) == [1, 1, 2, 2]
     assert {(one.verdict, one.attempt) for one in project.results().values()} == {("passed", 1)}
     assert token["RAY_AUTH_TOKEN"] not in (project.folder / "seen").read_text()
+
+
+@pytest.mark.slow
+def test_symmetric_run(project: Small) -> None:
+    """As the documentation has it for Slurm, with a single node. It stops every Ray process it sees: here, only its own."""
+    alone = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user can't make a PID namespace")
+    project.axes(MINORS, command=["python", "-c", "pass"])
+    address = f"{ray.util.get_node_ip_address()}:{free_port()}"
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    words = ["symmetric-run", "--address", address, "--min-nodes=1", "--num-cpus=2", "--disable-usage-stats", "--"]
+    command = ["kernel-compat-matrix", "run", "--all", "--executor", "ray", "--cache", str(project.folder / "cache")]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [*alone, "ray", *words, *command],
+        cwd=project.folder,
+        env={**project.environment(**token), "RAY_TMPDIR": tempfile.mkdtemp(), "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done
+    assert "4 passed" in done.stdout

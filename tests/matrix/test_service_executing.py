@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,14 @@ import requests
 from network import WAITS, Network, ended, until
 from postgresql import Postgres
 from small import TAG, Small
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, select, text, update
 
 from compat_matrix.cells import parse
 from compat_matrix.results import CellResult
 from compat_matrix.service.executing import Executor
 from compat_matrix.service.submission import Queue, Submission
 from compat_matrix.store import Store, database, submissions
+from compat_matrix.store.models import RUN, SUBMISSION
 
 MINORS = ("5.0", "5.1", "5.2", "5.3")
 
@@ -290,7 +291,15 @@ def taken(executor: Executor) -> str | None:
     return None if row is None else str(row.name)
 
 
-def test_two_services_never_execute_the_same_run(url: str, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def silent(store: Store, run: str, seconds: int) -> None:
+    """Set back when the service that executes a run was last seen."""
+    with store.writing() as connection:
+        key = connection.scalar(select(RUN.c.id).where(RUN.c.name == run))
+        seen = datetime.now(timezone.utc) - timedelta(seconds=seconds)
+        connection.execute(update(SUBMISSION).where(SUBMISSION.c.run_id == key).values(seen=seen))
+
+
+def test_two_services_never_execute_the_same_run(url: str, small: Small) -> None:
     with Store.open(url) as store:
         queue, one, other = Queue(store, small.axes(MINORS)), Executor(store, "one"), Executor(store, "other")
         run = queue.submit(Submission(all=True)).run
@@ -299,14 +308,13 @@ def test_two_services_never_execute_the_same_run(url: str, small: Small, monkeyp
         assert taken(one) == run, "its own claim, after its process has died"
         second = queue.submit(Submission(only="transformers==5.0")).run
         assert taken(other) == second
-        now = time.monotonic()
-        monkeypatch.setattr(time, "monotonic", lambda: now + 29)
+        silent(store, run, 29)
         assert taken(other) == second
         assert taken(one) == run  # a sign of life
-        monkeypatch.setattr(time, "monotonic", lambda: now + 58)
+        silent(store, run, 29)
         third = Executor(store, "third")
         assert taken(third) is None
-        monkeypatch.setattr(time, "monotonic", lambda: now + 89)
+        silent(store, run, 31)
         assert taken(third) == run, "a service that is silent for 30 seconds is gone"
         assert [waiting.run for waiting in submissions.waiting(store)] == [run, second]
 
@@ -362,6 +370,12 @@ def test_a_service_says_what_is_wrong_and_what_is_next(small: Small) -> None:
     process.terminate()
     assert process.wait(60) == 0
     assert (small.folder / "matrix.sqlite").exists()
+    (small.folder / "matrix" / "axes.toml").write_text("version = 2\n")
+    done = small.run("serve", "--port", "0")
+    assert (done.returncode, "axes.toml" in done.stderr) == (2, True), (
+        "a file that can't be read isn't a file that isn't there"
+    )
+    small.axes()
     done = small.run("serve", "--root-path", "matrix")
     assert (done.returncode, "--root-path takes a path such as /matrix" in done.stderr) == (2, True)
     below = small.fork("serve", "--port", "0", "--root-path", "/below/")

@@ -24,7 +24,7 @@ from recorded_service import NEAREST, WRONG
 from served import served
 from stored import cells, failed, not_run, passed, stored
 
-from compat_matrix.cells import Cell
+from compat_matrix.cells import AXES, Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service import api_read, feed, guard
@@ -35,7 +35,7 @@ from compat_matrix.service.submission import Queue
 from compat_matrix.store import Store
 from compat_matrix.store.documents import NEWS, keep
 from compat_matrix.views import verdicts
-from compat_matrix.views.verdicts import Wanted, answer
+from compat_matrix.views.verdicts import Answer, wanted
 
 ATOM = "{http://www.w3.org/2005/Atom}"
 #: Characters that a test's output or name may contain.
@@ -67,6 +67,11 @@ def client(app: FastAPI) -> Iterator[TestClient]:
         yield client
 
 
+def answer(store: Store, *values: str, limit: int = 5, **axes: str) -> Answer:
+    """The answer on a combination: its values in the order of the axes, or by axis."""
+    return verdicts.answer(store, wanted(dict(zip(AXES, values, strict=False)) | axes), limit)
+
+
 def ran(
     cell: Cell, transformers: str, torch: str = "2.11.0", python: str | None = None, kind: Any = None, **more: Any
 ) -> CellResult:
@@ -88,10 +93,10 @@ def get(client: TestClient, path: str, status: int = 200, **parameters: Any) -> 
 def test_the_exact_combination(store: Store) -> None:
     cell = Cell("3.12", "5.9", "2.11", "fa4", "cuda")
     run = stored(store, [ran(cell, "5.9.3", "2.11.0+cu130")], label="nightly")
-    found = answer(store, Wanted("3.12", "5.9.3", "2.11.0", "fa4", "cuda"))
+    found = answer(store, "3.12", "5.9.3", "2.11.0", "fa4", "cuda")
     assert (found.match, found.verdict, found.counts) == ("exact", "passed", {"passed": 1})
     (one,) = found.tested
-    assert (one.cell, one.run, one.run_label, one.attempt) == (cell.name, run, "nightly", 1)
+    assert (one.cell, one.run, one.run_label, one.attempt) == (cell, run, "nightly", 1)
     assert (one.transformers, one.torch, one.python) == ("5.9.3", "2.11.0+cu130", "3.12.1")
     assert one.started is not None
     assert {shim.name: (shim.state, shim.reason) for shim in one.shims} == {
@@ -126,7 +131,7 @@ def test_what_counts_as_the_same_release(store: Store, axis: str, tested_version
     cell = Cell("3.12", "5.9", "2.11")
     versions = {"transformers": "5.9.3", "torch": "2.11.0", "python": "3.12.1", axis: tested_version}
     stored(store, [ran(cell, **versions)])
-    found = answer(store, Wanted.of({axis: asked}))
+    found = verdicts.answer(store, wanted({axis: asked}))
     assert (found.match, found.verdict) == (match, "passed" if match == "exact" else "unknown")
     assert [difference.axis for difference in found.tested[0].differs] == ([] if match == "exact" else [axis])
 
@@ -143,9 +148,9 @@ def test_the_nearest_are_in_the_order_that_is_documented(store: Store) -> None:
         ran(Cell("3.12", "5.9", "2.11"), "5.9.1"),
     ]
     stored(store, reversed(near))
-    found = answer(store, Wanted("3.12", "5.9.1", "2.11.0", "fa4", "cuda"), limit=20)
+    found = answer(store, "3.12", "5.9.1", "2.11.0", "fa4", "cuda", limit=20)
     assert (found.match, found.verdict, found.reason) == ("nearest", "unknown", "another patch of it was tested")
-    assert [one.cell for one in found.tested] == [one.cell.name for one in near]
+    assert [one.cell for one in found.tested] == [one.cell for one in near]
     assert [[difference.axis for difference in one.differs] for one in found.tested] == [
         ["transformers"],
         ["python"],
@@ -156,19 +161,19 @@ def test_the_nearest_are_in_the_order_that_is_documented(store: Store) -> None:
         ["flash_attention"],
         ["device", "flash_attention"],
     ]
-    assert answer(store, Wanted("3.12", "5.9.1", "2.11.0", "fa4", "cuda"), limit=2).tested == found.tested[:2]
+    assert answer(store, "3.12", "5.9.1", "2.11.0", "fa4", "cuda", limit=2).tested == found.tested[:2]
 
 
 def test_of_what_is_left_out_every_value_counts_and_the_worst_is_the_verdict(store: Store) -> None:
     one, two, three, four = cells(transformers=("5.8", "5.9"))
     stored(store, [ran(one, "5.8.0", "2.10.0"), ran(two, "5.8.0", kind="test")])
     stored(store, [ran(three, "5.9.0", "2.10.0", kind="wrong"), ran(four, "5.9.0", kind="crash")])
-    found = answer(store, Wanted())
+    found = answer(store)
     assert (found.match, found.verdict) == ("exact", "wrong")
     assert found.counts == {"wrong": 1, "failed": 2, "passed": 1}
     assert [entry.verdict for entry in found.tested] == ["wrong", "failed", "failed", "passed"]
-    assert answer(store, Wanted(transformers="5.8", torch="2.10")).verdict == "passed"
-    assert answer(store, Wanted(transformers="5.8")).verdict == "failed"
+    assert answer(store, transformers="5.8", torch="2.10").verdict == "passed"
+    assert answer(store, transformers="5.8").verdict == "failed"
 
 
 def test_the_newest_result_counts(store: Store) -> None:
@@ -177,16 +182,16 @@ def test_the_newest_result_counts(store: Store) -> None:
     stored(store, [ran(cell, "5.9.0")])
     partial = store.new_run([cell], partial=True)
     store.add(partial, ran(cell, "5.9.0", kind="crash"))
-    assert answer(store, Wanted(transformers="5.9.0")).verdict == "passed"
+    assert answer(store, transformers="5.9.0").verdict == "passed"
     stored(store, [not_run(cell)])  # a cell that wasn't run for lack of a GPU doesn't count
-    assert answer(store, Wanted(transformers="5.9.0")).verdict == "passed"
+    assert answer(store, transformers="5.9.0").verdict == "passed"
 
 
 def test_what_was_tested_before_a_newer_patch_came_out_is_still_known(either: Store) -> None:
     (cell,) = cells(("5.9",), ("2.11",))
     for version, kind in (("5.9.0", None), ("5.9.1", "test"), ("5.9.1", "wrong"), ("5.9.3", None)):
         stored(either, [ran(cell, version, kind=kind)])
-    found = {version: answer(either, Wanted(transformers=version)) for version in ("5.9.0", "5.9.1", "5.9.2", "5.9.3")}
+    found = {version: answer(either, transformers=version) for version in ("5.9.0", "5.9.1", "5.9.2", "5.9.3")}
     assert {version: (one.match, one.verdict) for version, one in found.items()} == {
         "5.9.0": ("exact", "passed"),
         "5.9.1": ("exact", "wrong"),
@@ -194,13 +199,13 @@ def test_what_was_tested_before_a_newer_patch_came_out_is_still_known(either: St
         "5.9.3": ("exact", "passed"),
     }
     assert found["5.9.2"].tested[0].transformers == "5.9.3"
-    assert answer(either, Wanted(transformers="5.9")).counts == {"passed": 1}  # the newest result of any patch
+    assert answer(either, transformers="5.9").counts == {"passed": 1}  # the newest result of any patch
 
 
 def test_a_cell_of_one_release_counts_for_its_minor_s_cell(store: Store) -> None:
     stored(store, [ran(Cell("3.12", "5.9", "2.11"), "5.9.0", kind="wrong")])
     stored(store, [ran(Cell("3.12", "5.9.0", "2.11"), "5.9.0")])
-    found = answer(store, Wanted("3.12", "5.9.0", "2.11", "none", "cpu"))
+    found = answer(store, "3.12", "5.9.0", "2.11", "none", "cpu")
     assert (found.verdict, found.counts) == ("passed", {"passed": 1})
 
 
@@ -215,33 +220,33 @@ def test_what_could_not_be_installed_is_known_by_its_pins_or_by_its_minor(store:
             dataclasses.replace(broken[1], environment={}, pins=""),
         ],
     )
-    assert answer(store, Wanted(transformers="5.8.2")).verdict == "failed"
-    assert answer(store, Wanted(transformers="5.8.1")).match == "nearest"
-    assert answer(store, Wanted(transformers="5.9.0")).match == "nearest"
-    assert answer(store, Wanted(transformers="5.9")).verdict == "failed"
+    assert answer(store, transformers="5.8.2").verdict == "failed"
+    assert answer(store, transformers="5.8.1").match == "nearest"
+    assert answer(store, transformers="5.9.0").match == "nearest"
+    assert answer(store, transformers="5.9").verdict == "failed"
 
 
 def test_what_is_refused_is_so_for_all_patches_and_has_the_reason(store: Store) -> None:
     possible, refused, other = cells(("5.21",), ("2.11",), ("3.11", "3.10", "3.9"))
     run = store.new_run([possible], excluded={refused: "needs Python 3.11", other: "needs Python 3.11"})
     store.add(run, ran(possible, "5.21.0", python="3.11.2"))
-    found = answer(store, Wanted(python="3.10", transformers="5.21.7"))
+    found = answer(store, python="3.10", transformers="5.21.7")
     assert (found.match, found.verdict, found.reason) == ("exact", "refused", "needs Python 3.11")
-    assert [one.cell for one in found.tested] == [possible.name]  # the nearest tested cell
-    every = answer(store, Wanted(transformers="5.21"))
+    assert [one.cell for one in found.tested] == [possible]  # the nearest tested cell
+    every = answer(store, transformers="5.21")
     assert (every.verdict, [(one.reason, one.cells) for one in every.refusals]) == (
         "passed",
         [("needs Python 3.11", 2)],
     )
-    assert answer(store, Wanted(python="3.11", transformers="5.21.0")).refusals == []
+    assert answer(store, python="3.11", transformers="5.21.0").refusals == []
 
 
 def test_nothing_is_known_where_nothing_was_tested(store: Store) -> None:
-    found = answer(store, Wanted(transformers="5.9"))
+    found = answer(store, transformers="5.9")
     assert (found.match, found.verdict, found.tested) == ("none", "unknown", [])
     (cell,) = cells(("5.9",), ("2.11",))
     run = stored(store, [not_run(cell)])
-    found = answer(store, Wanted(transformers="5.9"))
+    found = answer(store, transformers="5.9")
     assert (found.match, found.reason) == ("none", f"{cell} was not run in {run}: no CUDA device")
 
 
@@ -256,7 +261,7 @@ def test_what_a_cell_says_of_itself_may_be_anything(store: Store) -> None:
             ),
         ],
     )
-    found = answer(store, Wanted())
+    found = answer(store)
     assert {(entry.transformers, entry.torch, entry.python) for entry in found.tested} == {
         ("5.8", "2.11.0", "3.12"),  # from the pins
         ("5.9", "2.11.0", "3.12"),
@@ -269,7 +274,7 @@ def test_what_a_cell_says_of_itself_may_be_anything(store: Store) -> None:
 )
 def test_a_value_that_an_axis_never_has_is_refused(bad: dict[str, str]) -> None:
     with pytest.raises(MatrixError, match="such as 5.9.0|is one of"):
-        Wanted.of(bad)
+        wanted(bad)
 
 
 def test_both_databases_answer_the_same_of_a_page_of_everything(either: Store) -> None:
@@ -278,7 +283,7 @@ def test_both_databases_answer_the_same_of_a_page_of_everything(either: Store) -
     old = stored(store, [passed(every[0]), passed(every[1]), failed(every[2], "wrong")], label="nightly")
     run = store.new_run(every, excluded={Cell("3.10", "5.9", "2.11"): "needs Python 3.11"})
     store.add(run, failed(every[0], reason=ODD))
-    assert answer(store, Wanted(transformers="5.8.1")).counts == {"failed": 1, "passed": 1}
+    assert answer(store, transformers="5.8.1").counts == {"failed": 1, "passed": 1}
     site = Site(store, Queue(store, None), None)
     assert [one.id for one in site.runs(9, label="nightly", partial=False)] == [old]
     assert [one.id for one in site.runs(9, run)] == [old]
@@ -335,6 +340,7 @@ def test_runs_are_paged_and_filtered(store: Store, client: TestClient) -> None:
     assert {run["id"] for run in get(client, "runs", label="b")["runs"]} == {names[1], names[4]}
     assert get(client, "runs", state="running")["runs"] == []
     assert len(get(client, "runs", partial=False)["runs"]) == 5
+    get(client, "runs", 404, cursor="20200101-000000-0000")
 
 
 def test_a_run_and_its_cells(store: Store, client: TestClient) -> None:

@@ -9,7 +9,6 @@ import signal
 import sqlite3
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,13 +20,13 @@ from forked import Forked
 from network import until
 from sqlalchemy import create_engine, event, func, make_url, select, text
 from sqlalchemy.engine import Engine
-from stored import cells, failed, not_run, passed, stored
+from stored import cells, failed, not_run, passed, released, stored
 
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service import tokens
-from compat_matrix.store import Store, database, inserts, removal, schema, submissions
+from compat_matrix.store import Store, database, inserts, removal, submissions
 from compat_matrix.store.models import metadata
 
 CELLS = cells()
@@ -253,13 +252,7 @@ def test_a_migration_finds_the_newest_results(tmp_path: Path) -> None:
         with store.reading() as connection:
             before = connection.execute(query).all()
         store.single_file()
-    with closing(sqlite3.connect(path)) as old, old:
-        for statement in (
-            *("DROP TABLE newest", "DROP TABLE figure"),
-            *(f"ALTER TABLE result DROP COLUMN {name}" for name in ("flaky", "known")),
-            f"UPDATE {schema.VERSIONS} SET version_num = '0007'",
-        ):
-            old.execute(statement)
+    released(path)
     with Store.open(str(path)) as store:
         with store.reading() as connection:
             assert connection.execute(query).all() == before
@@ -523,7 +516,7 @@ def test_a_run_that_goes_on_is_never_deleted(store: Store) -> None:
     with pytest.raises(submissions.StateError, match="has ended"):
         submissions.cancel(store, running)
     with store.writing() as connection:  # another service has it, and the one that lost it has interrupted it
-        submissions.insert(connection, inserts.key(connection, running), "default", "", {})
+        inserts.submit(connection, inserts.key(connection, running), "default", "", {})
     with pytest.raises(submissions.StateError, match="hasn't ended"):
         removal.delete_runs(store, [running])
     with store.writing() as connection:
@@ -534,30 +527,35 @@ def test_a_run_that_goes_on_is_never_deleted(store: Store) -> None:
 # Schemas.
 
 
-def test_migrations_make_what_the_models_say(url: str) -> None:
+def test_databases_have_the_schema_of_the_models(url: str) -> None:
+    """The models are read from SQLite; PostgreSQL's schema is made from the same statements."""
     Store.open(url).close()
     engine = create_engine(database.parse(url))
     with engine.connect() as connection:
         context = MigrationContext.configure(
-            connection, opts={"version_table": schema.VERSIONS, "compare_type": True, "compare_server_default": True}
+            connection, opts={"version_table": database.VERSIONS, "compare_type": True}
         )
         assert compare_metadata(context, metadata) == []
-        script = ScriptDirectory.from_config(schema._config(connection))
     engine.dispose()
-    assert script.get_heads() == [schema.HEAD]
+    revisions = ScriptDirectory(str(Path(database.__file__).with_name("migrations"))).walk_revisions()
+    assert [script.revision for script in revisions] == [*reversed(database.REVISIONS)]
 
 
-def test_a_store_of_the_first_revision_is_migrated_with_its_results(url: str) -> None:
+def test_a_store_of_a_released_version_is_migrated_with_its_results(url: str) -> None:
     engine = database.connect(database.parse(url), create=True)
     with database.writing(engine).begin() as connection:
-        schema.upgrade(connection, "0001")
+        database.upgrade(connection, "0004")
+        began = "'2025-01-01 00:00:00'"
         for statement in (
-            "INSERT INTO run VALUES (1, '20250101-000000-0000', '2025-01-01 00:00:00', NULL, 'running', 'old', '', '', '', NULL)",
-            "INSERT INTO cell VALUES (1, 'py312-tf4.57-torch2.10', '3.12', '4.57', '2.10', 'none', 'cpu')",
+            "INSERT INTO run (name, started, state, label, command, host, revision)"
+            f" VALUES ('20250101-000000-0000', {began}, 'running', 'old', '', '', '')",
+            "INSERT INTO cell (name, python, transformers, torch, flash_attention, device)"
+            " VALUES ('py312-tf4.57-torch2.10', '3.12', '4.57', '2.10', 'none', 'cpu')",
             "INSERT INTO planned VALUES (1, 1, 0, NULL)",
-            "INSERT INTO nodeid VALUES (1, 'd1', 'test_old.py::test')",
-            "INSERT INTO result VALUES (1, 1, 1, 1, 'failed', 'test', 'old reason', '2025-01-01 00:00:00', 2.5,"
-            " NULL, NULL, NULL, 0, 1, 0, 0, 0, 0)",
+            "INSERT INTO nodeid (digest, name) VALUES ('d1', 'test_old.py::test')",
+            "INSERT INTO result (run_id, cell_id, attempt, verdict, kind, reason, started, seconds,"
+            " passed, failed, error, skipped, xfailed, xpassed)"
+            f" VALUES (1, 1, 1, 'failed', 'test', 'old reason', {began}, 2.5, 0, 1, 0, 0, 0, 0)",
             "INSERT INTO test VALUES (1, 0, 1, 'failed', 1.5, NULL)",
         ):
             connection.execute(text(statement))
@@ -576,7 +574,7 @@ def test_a_store_of_the_first_revision_is_migrated_with_its_results(url: str) ->
 def test_runs_that_waited_for_workers_are_migrated_and_can_be_resumed(url: str) -> None:
     engine = database.connect(database.parse(url), create=True)
     with database.writing(engine).begin() as connection:
-        schema.upgrade(connection, "0004")
+        database.upgrade(connection, "0004")
         began, lease = "'2026-01-01 00:00:00'", "VALUES ('l1', 1, 'w', 't', '2026-01-01 00:00:00', NULL, NULL)"
         for statement in (
             f"INSERT INTO run VALUES (1, 'waits', {began}, NULL, 'running', '', '', '', '', NULL, false)",
@@ -608,14 +606,27 @@ def test_runs_that_waited_for_workers_are_migrated_and_can_be_resumed(url: str) 
         assert [token.scopes for token in tokens.every(store)] == [{"submit"}, {"submit"}, {"read"}]
 
 
-def test_a_store_of_a_newer_version_is_left_alone(url: str) -> None:
+@pytest.mark.parametrize(
+    ("revision", "message"),
+    [
+        ("9999", r"by a newer kernel-compat-matrix \(schema 9999, this one knows 0004 and 0009\): upgrade it"),
+        ("0008", r"by a kernel-compat-matrix \(schema 0008, .*\) that was never released, and can't be migrated"),
+        ("0001", "never released"),
+    ],
+)
+def test_a_store_of_an_unknown_version_is_left_alone(url: str, revision: str, message: str) -> None:
     Store.open(url).close()
     engine = create_engine(database.parse(url))
+    change = text(f"UPDATE {database.VERSIONS} SET version_num = :revision")
     with engine.begin() as connection:
-        connection.execute(text(f"UPDATE {schema.VERSIONS} SET version_num = '9999'"))
+        connection.execute(change, {"revision": revision})
+    for foreign in (False, True):
+        with pytest.raises(MatrixError, match=message):
+            Store.open(url, foreign=foreign)
+    with engine.begin() as connection:
+        connection.execute(change, {"revision": database.HEAD})
     engine.dispose()
-    with pytest.raises(MatrixError, match=r"newer kernel-compat-matrix \(schema 9999, this one knows "):
-        Store.open(url)
+    Store.open(url).close()
 
 
 def test_somebody_elses_database_is_left_alone(url: str) -> None:
@@ -645,7 +656,9 @@ def test_nothing_is_made_unless_asked(url: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nothing://x", "knows no such database"),
+        ("nothing://x", "its driver is not installed .*nothing"),
+        ("sqlite://", "'sqlite://' has no file: a store can't be in memory"),
+        ("sqlite:///:memory:", "a store can't be in memory"),
         ("://", "isn't the URL of a database"),
         ("postgresql://host:port/x", "isn't the URL of a database"),
         ("mysql+pymysql://x/y", "its driver is not installed"),
@@ -691,6 +704,9 @@ def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
         assert store.unfinished(run) == CELLS
         with pytest.raises(MatrixError, match="attempt to write a readonly database"):
             store.add(run, passed(CELLS[0]))
+    (tmp_path / "empty.db").touch()
+    with pytest.raises(MatrixError, match="attempt to write a readonly database"):
+        Store.open(f"sqlite:///file:{tmp_path / 'empty.db'}?mode=ro&uri=true")
 
 
 # Runs in a subprocess, because the limits can't be undone.

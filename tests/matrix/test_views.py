@@ -21,7 +21,7 @@ from compat_matrix.errors import MatrixError
 from compat_matrix.pages import report
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.store import Store
-from compat_matrix.views import architectures, common, compatibility, diff, explain, export, merge, runs, show
+from compat_matrix.views import architectures, common, compatibility, diff, explain, runs, show
 from kernel_compat.proving import table
 
 ODD = "\x1b[31mred\x1b[0m\x1b]0;title\x07 <script>alert(1)</script> [bold]x[/bold] \x07\x00\udc80\u202e back\rslash"
@@ -45,10 +45,10 @@ def store(url: str) -> Iterator[Store]:
 def call(url: str) -> Command:
     """Run a view with a command line."""
 
-    def call(view: ModuleType, *arguments: str) -> int:
-        options = parse([view.__name__.rpartition(".")[2], *arguments])
+    def call(view: ModuleType, *arguments: str, function: str = "") -> int:
+        options = parse([function or view.__name__.rpartition(".")[2], *arguments])
         options.store = url
-        code: int = view.run(options)
+        code: int = getattr(view, function or "run")(options)
         return code
 
     return call
@@ -127,7 +127,7 @@ def test_runs(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -
 
 def _counted(store: Store, run: str) -> list[tuple[str, int]]:
     states = [summary.state for summary in store.summary(run).values()]
-    return [(state, states.count(state)) for state in common.ORDER if state in states]
+    return [(state, states.count(state)) for state in common.STYLES if state in states]
 
 
 def test_show(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,6 +196,19 @@ def test_show_as_json(store: Store, call: Command, capsys: pytest.CaptureFixture
 
 
 # explain
+
+
+def test_explain_shows_an_error_of_many_tests_once(
+    store: Store, call: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tests = [Test(f"test_{n}", "failed", 0.1, f"in line {n}\nE   no kernel\n") for n in range(9)]
+    stored(store, [failed(OLD[2], tests=tests)])
+    assert call(explain, OLD[2].name) == 0
+    shown = capsys.readouterr().out
+    assert "test_0\n    and 8 more tests with the same error\n    E   no kernel\n    (1 more line: --full)" in shown
+    assert shown.count("no kernel") == 1
+    assert call(explain, OLD[2].name, "--full") == 0
+    assert capsys.readouterr().out.count("no kernel") == 9
 
 
 def test_explain(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,7 +293,7 @@ def test_diff(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -
     assert [one.cell for one in found.broke] == [broke]
     assert [one.cell for one in found.mended] == [mended]
     assert [one.cell for one in found.changed] == [changed]
-    assert [one.cell for one in found.new] == [NEW[2]]
+    assert [one.cell for one in found.appeared] == [NEW[2]]
     assert [one.cell for one in found.gone] == [gone]
     # In `changed`, test_a didn't run the first time, so it doesn't count as broken.
     assert found.tests_broke == {tests: ["tests/test_it.py::test_c"]}
@@ -297,14 +310,14 @@ def test_diff(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -
     assert call(diff, "old", "new", "--json") == 1
     as_json = json.loads(capsys.readouterr().out)
     assert (as_json["old"]["id"], as_json["new"]["label"]) == (old, "new")
-    assert as_json["cells"]["broke"] == [
+    assert as_json["broke"] == [
         {
             "cell": broke.name,
             "old": {"state": "passed", "kind": None, "reason": ""},
             "new": {"state": "failed", "kind": "seam", "reason": "f is gone"},
         }
     ]
-    assert as_json["tests"]["broke"] == {tests.name: ["tests/test_it.py::test_c"]}
+    assert as_json["tests_broke"] == {tests.name: ["tests/test_it.py::test_c"]}
 
 
 @pytest.mark.parametrize(
@@ -868,15 +881,15 @@ def test_merge_and_export(
 ) -> None:
     first = stored(store, [passed(OLD[0])], label="cpu")
     second = stored(store, [failed(OLD[1])], label="gpu")
-    assert call(export, "gpu", "latest~1", str(tmp_path / "both.db")) == 0
+    assert call(runs, "gpu", "latest~1", str(tmp_path / "both.db"), function="export") == 0
     with pytest.raises(MatrixError, match="exists"):
-        call(export, "gpu", str(tmp_path / "both.db"))
+        call(runs, "gpu", str(tmp_path / "both.db"), function="export")
     options = argparse.Namespace(store=str(tmp_path / "new.db"), stores=[str(tmp_path / "both.db"), url])
     capsys.readouterr()
-    assert merge.run(options) == 0
+    assert runs.merge(options) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'both.db'}: {first}, {second}\n{url}: nothing new\n"
     with pytest.raises(MatrixError, match="it doesn't exist"):
-        call(merge, str(tmp_path / "nothing.db"))
+        call(runs, str(tmp_path / "nothing.db"), function="merge")
 
 
 def test_views_of_a_store_that_is_not_there(tmp_path: Path) -> None:

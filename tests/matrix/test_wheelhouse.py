@@ -210,10 +210,11 @@ def test_the_command_itself_is_built_from_its_checkout(
     (checkout / "src").mkdir(parents=True)
     for name in ("pyproject.toml", "backend.py", "src/mine.py"):
         shutil.copy(project.folder / name, checkout / name)
+    backend = checkout / "backend.py"
+    needs = r"Name: small\nRequires-Dist: both>=1.5\nRequires-Dist: none-such; extra == 'ray'"
+    backend.write_text(backend.read_text().replace("Name: small", needs))
 
     class Installed:
-        version, requires = "1.0", ("both>=1.5", "none-such; extra == 'ray'", "kernel-compat")
-
         def read_text(self, name: str) -> str:
             assert name == "direct_url.json"
             return json.dumps({"url": checkout.as_uri(), "dir_info": {"editable": True}})
@@ -449,20 +450,23 @@ def test_damaged_and_missing_parts_are_named(project: Small, parts: Path) -> Non
     last = max(parts.glob("part-*"))
     last.write_bytes(last.read_bytes()[:-1])
 
-    def refused() -> str:
+    def unpacked() -> str:
         words = [sys.executable, "unpack.py", "../there"]
         done = subprocess.run(words, cwd=parts, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
         return done.stderr
 
-    said = refused()
+    said = unpacked()
     assert "part-0000 is missing, " in said
     assert f"{last.name} is damaged" in said
-    (parts / "SHA256SUMS").write_text("0" * 64 + "  ../../part-0000\n")
-    assert "doesn't name part-0000 in line 1" in refused()
-    (parts / "SHA256SUMS").unlink()
-    assert "isn't a folder of parts" in refused()
+    sums = parts / "SHA256SUMS"
+    sums.write_text("0" * 64 + "  ../../part-0000\n")
+    assert "doesn't name part-0000 in line 1" in unpacked()
+    sums.write_text("")
+    assert "can't be unpacked: empty file" in unpacked()
+    sums.unlink()
+    assert "isn't a folder of parts" in unpacked()
     assert not (project.folder / "there").exists()
 
 

@@ -7,32 +7,35 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from rich.console import Console
-from rich.progress import Progress
 from rich.text import Text
 
 from kernel_compat.patching.shim import Shim, discover
 
 from ..errors import MatrixError
 from ..words import plural
-from .cache import Cache, default_folder
 from .index import Index
-from .project.report import scan_project, show_project
+from .project.names import names_of, targets_of
+from .project.report import show_project
+from .project.uses import scan
+from .published import Cache
 from .releases import Release, covered, newest, select
-from .scan import Disagreement, Event, Findings, check, claims, history, read
-from .tables import heading, history_table
-from .upstream import SEAMS, distribution_of
+from .scan import Disagreement, Event, Findings, check, claims, heading, history, history_table, read
+from .upstream import PACKAGES, REPLACEMENTS, SEAMS, distribution_of
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
-_Releases = Mapping[str, Sequence[Release]]
-#: By distribution and target.
-_Histories = Mapping[str, Mapping[str, Sequence[Event]]]
+
+class _Seam(NamedTuple):
+    distribution: str
+    target: str
+    shims: list[str]
+    history: list[Event]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,12 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         MatrixError: bad input, or a release that can't be read.
     """
-    for option, given in {"--check": arguments.check, "--seam": arguments.seam}.items():
-        if arguments.project is not None and given:
-            raise MatrixError(f"{option} is for seams, and can't be combined with --project")
-    for option, given in {"--exclude": arguments.exclude, "--all": arguments.all, "--sarif": arguments.sarif}.items():
-        if arguments.project is None and given:
-            raise MatrixError(f"{option} needs --project")
+    options = vars(arguments)
+    for option in ("check", "seam") if arguments.project is not None else ("exclude", "all", "sarif"):
+        if options[option] and arguments.project is not None:
+            raise MatrixError(f"--{option} is for seams, and can't be combined with --project")
+        if options[option]:
+            raise MatrixError(f"--{option} needs --project")
     if arguments.sarif and arguments.json:
         raise MatrixError("--json and --sarif can't be combined")
     errors = Console(stderr=True, highlight=False)
@@ -99,11 +102,57 @@ def run(arguments: argparse.Namespace) -> int:
         errors.print(f"note: {text}", markup=False, soft_wrap=True)
 
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # it logs a warning at each retry
-    cache, index = Cache(arguments.cache or default_folder(), note), Index()
+    cache, index = Cache(arguments.cache, note), Index()
+    shims = _shims(arguments.check, note)
+    given = {distribution: options[distribution.replace("-", "_")] for distribution in SEAMS}
+    selected = {distribution: text for distribution, text in given.items() if text is not None}
+
+    def releases_of(used: Iterable[str]) -> dict[str, list[Release]]:
+        return {one: _releases(one, selected.get(one), shims, index) for one in (selected or used)}
+
+    def findings_of(targets: Mapping[str, Sequence[str]]) -> Findings:
+        wanted = {one: targets.get(distribution, ()) for distribution in releases for one in releases[distribution]}
+        return read(wanted, index, cache, note)
+
+    if arguments.project is not None:
+        calls = [pattern for one in REPLACEMENTS if one.called for pattern in one.patterns]
+        found = scan(arguments.project, PACKAGES, calls, arguments.exclude)
+        targets = targets_of(found)
+        releases = releases_of(one for one in SEAMS if one in targets)
+        names = names_of(found, releases, findings_of(targets), shims)
+        return show_project(arguments, found, names, releases, notes)
+    if not shims and not selected:
+        raise MatrixError("no installed shim claims releases: name the releases to read")
+    releases = releases_of(dict.fromkeys(shim.distribution for shim in shims))
+    seams = _seams(arguments.seam, shims, releases)
+    findings = findings_of(seams)
+    disagreements = check(shims, findings) if arguments.check else []
+    histories = [
+        _Seam(
+            distribution,
+            target,
+            [shim.name for shim in shims if target in {seam.target for seam in shim.seams}],
+            history({one: findings[one][target] for one in releases[distribution]}),
+        )
+        for distribution, targets in seams.items()
+        for target in targets
+    ]
+    if arguments.json:
+        checked = {"check": {"disagreements": [_plain(one) for one in disagreements]}} if arguments.check else {}
+        print(json.dumps({**_as_json(releases, histories), "notes": notes, **checked}, indent=2))
+    elif arguments.check:
+        _show_check(disagreements, shims, findings)
+    else:
+        _show(releases, histories)
+    return int(any(one.certain for one in disagreements))
+
+
+def _shims(must_load: bool, note: Callable[[str], None]) -> list[Shim]:
+    """The installed shims."""
     shims, broken = discover()
     for name, why in broken.items():
         text = f"the shims of the entry point {name} can't be loaded: {why}"
-        if arguments.check:
+        if must_load:
             raise MatrixError(text)
         note(text)
     for shim in shims:
@@ -112,63 +161,19 @@ def run(arguments: argparse.Namespace) -> int:
                 SpecifierSet(specifier)
         except InvalidSpecifier as error:
             raise MatrixError(f"the shim {shim.name}: {error}") from error
-
-    def read_all(targets: Mapping[str, Sequence[str]], releases: _Releases) -> Findings:
-        wanted = {one: targets.get(distribution, ()) for distribution in releases for one in releases[distribution]}
-        with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-            task = progress.add_task("Reading", total=len(wanted))
-            return read(wanted, index, cache, note, lambda: progress.advance(task))
-
-    if arguments.project is not None:
-        scan, targets = scan_project(arguments)
-        releases = _releases(arguments, shims, index, [one for one in SEAMS if targets.get(one)])
-        return show_project(arguments, scan, releases, read_all(targets, releases), shims, notes)
-    if not shims and not any(_given(arguments).values()):
-        raise MatrixError("no installed shim claims releases: name the releases to read")
-    releases = _releases(arguments, shims, index, dict.fromkeys(shim.distribution for shim in shims))
-    seams = _seams(arguments.seam, shims, releases)
-    findings = read_all(seams, releases)
-    histories = {
-        distribution: {
-            target: history({one: findings[one][target] for one in releases[distribution]}) for target in targets
-        }
-        for distribution, targets in seams.items()
-    }
-    disagreements = check(shims, findings) if arguments.check else []
-    if arguments.json:
-        data = _as_json(releases, histories, shims, notes)
-        if arguments.check:
-            data["check"] = {"disagreements": [_plain(one) for one in disagreements]}
-        print(json.dumps(data, indent=2))
-    elif arguments.check:
-        _show_check(disagreements, shims, findings)
-    else:
-        _show(releases, histories, shims)
-    return int(any(one.certain for one in disagreements))
+    return [*shims]
 
 
-def _given(arguments: argparse.Namespace) -> dict[str, str | None]:
-    return {distribution: getattr(arguments, distribution.replace("-", "_")) for distribution in SEAMS}
+def _releases(distribution: str, text: str | None, shims: Sequence[Shim], index: Index) -> list[Release]:
+    """The releases that a text selects; without one, those that the shims claim, or the newest."""
+    available = index.files(distribution)
+    if text is not None:
+        return select(distribution, text, available)
+    claimed = [shim.versions for shim in shims if shim.distribution == distribution]
+    return covered(distribution, claimed, available) or [newest(distribution, available)]
 
 
-def _releases(
-    arguments: argparse.Namespace, shims: Sequence[Shim], index: Index, used: Iterable[str]
-) -> dict[str, list[Release]]:
-    """The releases given as arguments; without any, those that the shims claim of each distribution in use, or its newest one."""
-    given = {distribution: text for distribution, text in _given(arguments).items() if text is not None}
-    if given:
-        return {
-            distribution: select(distribution, text, index.files(distribution)) for distribution, text in given.items()
-        }
-    found = {}
-    for distribution in used:
-        available = index.files(distribution)
-        claimed = [shim.versions for shim in shims if shim.distribution == distribution]
-        found[distribution] = covered(distribution, claimed, available) or [newest(distribution, available)]
-    return found
-
-
-def _seams(given: Sequence[str], shims: Sequence[Shim], releases: _Releases) -> dict[str, list[str]]:
+def _seams(given: Sequence[str], shims: Sequence[Shim], releases: Iterable[str]) -> dict[str, list[str]]:
     """The seams to look for, by distribution."""
     seams = {
         distribution: [
@@ -189,33 +194,31 @@ def _seams(given: Sequence[str], shims: Sequence[Shim], releases: _Releases) -> 
     return {distribution: list(dict.fromkeys(targets)) for distribution, targets in seams.items()}
 
 
-def _users(target: str, shims: Sequence[Shim]) -> list[str]:
-    return [shim.name for shim in shims if any(seam.target == target for seam in shim.seams)]
-
-
-def _show(releases: _Releases, histories: _Histories, shims: Sequence[Shim]) -> None:
+def _show(releases: Mapping[str, Sequence[Release]], seams: Sequence[_Seam]) -> None:
     console = Console(highlight=False)
-    for distribution, targets in histories.items():
-        console.print(Text(heading(distribution, releases[distribution]), "bold"))
-        for target, events in targets.items():
-            users = ", ".join(_users(target, shims))
-            console.print(Text.assemble("\n", (target, "cyan"), (f"  {users}", "dim")), soft_wrap=True)
-            console.print(history_table(events) if events else "  nowhere")
+    for distribution, several in releases.items():
+        console.print(Text(heading(distribution, several), "bold"))
+        for seam in (one for one in seams if one.distribution == distribution):
+            shims = ", ".join(seam.shims)
+            console.print(Text.assemble("\n", (seam.target, "cyan"), (f"  {shims}", "dim")), soft_wrap=True)
+            console.print(history_table(seam.history) if seam.history else "  nowhere")
         console.print()
 
 
-def _show_check(disagreements: Sequence[Disagreement], shims: Sequence[Shim], read: Mapping[Release, object]) -> None:
+def _show_check(disagreements: Sequence[Disagreement], shims: Sequence[Shim], read: Iterable[Release]) -> None:
     console = Console(highlight=False)
     for disagreement in disagreements:
         console.print(Text(str(disagreement), "red" if disagreement.certain else "yellow"), soft_wrap=True)
-    checked = sum(len(shim.seams_for(str(one.version))) for shim in shims for one in read if claims(shim, one))
+    releases = [*read]
+    claimed = sum(len(shim.seams_for(str(one.version))) for shim in shims for one in releases if claims(shim, one))
     certain = sum(one.certain for one in disagreements)
+    uncertain = len(disagreements) - certain
     console.print(
-        f"{plural(checked, 'claim')} on {plural(len(read), 'release')}: {certain} wrong, {len(disagreements) - certain} uncertain"
+        f"{plural(claimed, 'claim')} on {plural(len(releases), 'release')}: {certain} wrong, {uncertain} uncertain"
     )
 
 
-def _as_json(releases: _Releases, histories: _Histories, shims: Sequence[Shim], notes: Sequence[str]) -> dict[str, Any]:
+def _as_json(releases: Mapping[str, Sequence[Release]], seams: Sequence[_Seam]) -> dict[str, Any]:
     return {
         "releases": {
             distribution: [
@@ -230,16 +233,9 @@ def _as_json(releases: _Releases, histories: _Histories, shims: Sequence[Shim], 
             for distribution, several in releases.items()
         },
         "seams": [
-            {
-                "distribution": distribution,
-                "target": target,
-                "shims": _users(target, shims),
-                "history": [{**_plain(event), "text": str(event.found)} for event in events],
-            }
-            for distribution, targets in histories.items()
-            for target, events in targets.items()
+            {**seam._asdict(), "history": [{**_plain(event), "text": str(event.found)} for event in seam.history]}
+            for seam in seams
         ],
-        "notes": list(notes),
     }
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import configparser
+import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import IO
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import url2pathname
 
@@ -46,9 +49,9 @@ class File:
 
     filename: str
     url: str
-    sha256: str | None
-    requires_python: str | None
-    yanked: bool
+    sha256: str | None = None
+    requires_python: str | None = None
+    yanked: bool = False
 
     @property
     def is_wheel(self) -> bool:
@@ -94,15 +97,10 @@ class Index:
         Raises:
             MatrixError: no index has it, or an index can't be reached.
         """
-        merged: dict[str, File] = {}
-        for url in self._urls:
-            for file in self._page(url, distribution):
-                merged.setdefault(file.filename, file)
-        for folder in self._folders:
-            for file in _in_folder(folder):
-                merged.setdefault(file.filename, file)
+        there = [file for url in self._urls for file in self._page(url, distribution)]
+        there += [file for folder in self._folders for file in _in_folder(folder)]
         found: dict[Version, list[File]] = {}
-        for file in merged.values():
+        for file in {one.filename: one for one in reversed(there)}.values():  # the first index counts
             if file.identity is not None and file.identity[0] == distribution:
                 found.setdefault(file.identity[1], []).append(file)
         if not found:
@@ -113,28 +111,68 @@ class Index:
         """The address of a file, with the credentials of an index on the same host."""
         parts = urlsplit(file.url)
         for index in map(urlsplit, self._urls):
-            if index.username and (index.scheme, index.hostname, index.port) == (
-                parts.scheme,
-                parts.hostname,
-                parts.port,
-            ):
+            same = (index.scheme, index.hostname, index.port) == (parts.scheme, parts.hostname, parts.port)
+            if same and index.username:
                 return urlunsplit(parts._replace(netloc=index.netloc))
         return file.url
 
-    def _page(self, index: str, distribution: str) -> list[File]:
-        if urlsplit(index).scheme == "file":
-            return _local_page(index, distribution)
+    def download(self, file: File, output: IO[bytes], started: Callable[[str], object] = str) -> None:
+        """Write a whole file.
+
+        Args:
+            started: called with its size in words before it is fetched.
+
+        Raises:
+            MatrixError: it can't be fetched, or has another hash than `file`.
+        """
+        digest = hashlib.sha256()
         try:
-            return list(
-                _of_page(PyPISimple(index, session=self.session).get_project_page(distribution, timeout=TIMEOUT))
+            for chunk in self._chunks(file, started):
+                digest.update(chunk)
+                output.write(chunk)
+        except requests.RequestException as error:
+            raise MatrixError(f"{file.filename} can't be fetched: {reason(error)}") from error
+        if file.sha256 not in (None, digest.hexdigest()):
+            raise MatrixError(
+                f"{file.filename} is not the file of its index: it has another sha256, {digest.hexdigest()}"
             )
-        except NoSuchProjectError:
+
+    def _chunks(self, file: File, started: Callable[[str], object]) -> Iterator[bytes]:
+        if file.local_path is not None:
+            with file.local_path.open("rb") as content:
+                yield from iter(partial(content.read, 1 << 20), b"")
+            return
+        with self.session.get(self.fetchable(file), stream=True, timeout=TIMEOUT) as response:
+            response.raise_for_status()
+            size = response.headers.get("Content-Length")
+            started(f"{int(size) / 1e6:.1f} MB" if size else "of unknown size")
+            yield from response.iter_content(1 << 20)
+
+    def _page(self, index: str, distribution: str) -> list[File]:
+        parts = urlsplit(index)
+        try:
+            if parts.scheme == "file":
+                path = Path(url2pathname(parts.path), distribution, "index.html")
+                page = ProjectPage.from_html(distribution, path.read_text("utf-8"), base_url=path.as_uri())
+            else:
+                page = PyPISimple(index, session=self.session).get_project_page(distribution, timeout=TIMEOUT)
+        except (NoSuchProjectError, FileNotFoundError):
             return []
         except (UnsupportedContentTypeError, UnsupportedRepoVersionError, ValueError) as error:
             what = type(error).__name__
             raise MatrixError(f"{shown(index)} has no readable page of {distribution} ({what})") from error
         except OSError as error:
             raise MatrixError(f"{shown(index)} can't be queried for {distribution}: {reason(error)}") from error
+        return [
+            File(
+                package.filename,
+                shown(package.url.partition("#")[0]),
+                package.digests.get("sha256"),
+                package.requires_python,
+                package.is_yanked,
+            )
+            for package in page.packages
+        ]
 
 
 def reason(error: OSError) -> str:
@@ -158,29 +196,11 @@ def shown(url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-def _of_page(page: ProjectPage) -> Iterator[File]:
-    for package in page.packages:
-        url = package.url.partition("#")[0]
-        sha256 = package.digests.get("sha256")
-        yield File(package.filename, shown(url), sha256, package.requires_python, package.is_yanked)
-
-
-def _local_page(index: str, distribution: str) -> list[File]:
-    path = Path(url2pathname(urlsplit(index).path), distribution, "index.html")
-    try:
-        html = path.read_text("utf-8")
-    except FileNotFoundError:
-        return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise MatrixError(f"{path} can't be read: {error}") from error
-    return list(_of_page(ProjectPage.from_html(distribution, html, base_url=path.as_uri())))
-
-
 def _in_folder(folder: str) -> Iterator[File]:
     """The files in a folder of wheels. Pages of links aren't read."""
     path = Path(url2pathname(urlsplit(folder).path) if folder.startswith("file:") else folder)
     for entry in sorted(path.glob("*")) if path.is_dir() else ():
-        yield File(entry.name, entry.absolute().as_uri(), None, None, False)
+        yield File(entry.name, entry.absolute().as_uri())
 
 
 def _index_url(text: str) -> str:
@@ -205,28 +225,19 @@ def _listed(*variables: str, pip: str) -> list[str]:
 def _pip(option: str) -> str:
     """An option of pip, from the environment or its configuration files; empty if it isn't set."""
     value = os.environ.get("PIP_" + option.upper().replace("-", "_"))
-    return _pip_files().get(option, "") if value is None else value
-
-
-def _pip_files() -> dict[str, str]:
-    given = os.environ.get("PIP_CONFIG_FILE")
+    if value is not None:
+        return value
+    given = os.environ.get("PIP_CONFIG_FILE", "")
     system = PlatformDirs("pip", appauthor=False, multipath=True)
-    paths = [
-        *(Path(folder, "pip.conf") for folder in reversed(system.site_config_dir.split(os.pathsep))),
-        Path("/etc/pip.conf"),
-        Path.home() / ".pip" / "pip.conf",
-        system.user_config_path / "pip.conf",
-        Path(sys.prefix, "pip.conf"),
-        *([Path(given)] if given else []),
-    ]
+    sites = reversed(system.site_config_dir.split(os.pathsep))
+    folders = [*sites, "/etc", f"{Path.home()}/.pip", system.user_config_dir, sys.prefix]
+    paths = [*(f"{folder}/pip.conf" for folder in folders), given]
     parser = configparser.RawConfigParser()
     try:
         parser.read([] if given == os.devnull else paths, encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError) as error:
         raise MatrixError(f"a configuration file of pip can't be read: {error}") from error
-    return {
-        key.replace("_", "-"): value
-        for section in ("global", "install")
-        if parser.has_section(section)
-        for key, value in parser.items(section)
-    }
+    # Of an option that has underscores, too, the last one counts.
+    sections = [parser[section] for section in ("global", "install") if parser.has_section(section)]
+    found = [value for section in sections for key, value in section.items() if key.replace("_", "-") == option]
+    return found[-1] if found else ""

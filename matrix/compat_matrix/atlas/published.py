@@ -1,4 +1,4 @@
-"""Published files, of which only the requested members are fetched."""
+"""Published files, of which only the requested members are fetched, and the cache of them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from tempfile import TemporaryFile
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
 
 import requests
+from platformdirs import user_cache_path
 from remotezip import RangeNotSupported, RemoteIOError, RemoteZip, RemoteZipError  # type: ignore[import-untyped]
 from urllib3.exceptions import HTTPError
 
 from ..errors import MatrixError
-from .cache import Cache
 from .index import TIMEOUT, File, Index, reason
 
 #: Bytes at the end of a wheel that contain its directory, for most wheels.
@@ -40,11 +41,48 @@ _whole = threading.Lock()
 _DATA = re.compile(r"[^/]+\.data/(?:pure|plat)lib/")
 
 
+class Cache:
+    """A folder of published files and of the seams found in them.
+
+    Each is written atomically, so that several processes may share the folder. It may be deleted at any time.
+
+    Args:
+        folder: created if it doesn't exist; by default one in the user's cache folder.
+        note: called once with a message if the folder can't be written.
+    """
+
+    def __init__(self, folder: Path | None, note: Callable[[str], None]) -> None:
+        self._folder = folder or user_cache_path("kernel-compat-matrix", appauthor=False) / "atlas"
+        self._note = note
+
+    def load(self, path: str) -> bytes | None:
+        """The content of a cached file; None if it isn't cached. The caller checks that it is undamaged."""
+        try:
+            return (self._folder / path).read_bytes()
+        except OSError:
+            return None
+
+    def store(self, path: str, content: bytes) -> None:
+        """Write a file. A folder that can't be written, such as on a full disk, only makes the next run slower."""
+        target = self._folder / path
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=target.parent) as scratch:
+                Path(scratch, target.name).write_bytes(content)
+                Path(scratch, target.name).replace(target)
+        except OSError as error:
+            self._note(f"nothing is kept in {self._folder}, and the next run fetches it again: {error}")
+            self._note = lambda text: None
+
+
 class Published(ExitStack):
     """A published file, opened on the first request. Not thread-safe.
 
     A wheel is read through HTTP ranges: its directory, then each requested member. From a server without ranges, for a
     source distribution, and for many members of a small wheel, the whole file is fetched. A small one is kept in the cache.
+
+    Raises:
+        MatrixError: by both members, if it can't be fetched or is damaged.
     """
 
     def __init__(self, file: File, index: Index, cache: Cache, note: Callable[[str], None]) -> None:
@@ -53,25 +91,18 @@ class Published(ExitStack):
         self._index = index
         self._cache = cache
         self._note = note
+        self._key = f"files/{file.sha256}/{file.filename}"
         self._members: Mapping[str, Callable[[], bytes]] | None = None
         self._left = 0
 
     @property
     def members(self) -> Collection[str]:
-        """The installed paths of its modules.
-
-        Raises:
-            MatrixError: it can't be fetched, or is damaged.
-        """
+        """The installed paths of its modules."""
         with self._errors():
             return self._opened()
 
     def read(self, path: str) -> bytes:
-        """The content of one of its `members`.
-
-        Raises:
-            MatrixError: it can't be fetched, or is damaged.
-        """
+        """The content of one of its `members`."""
         with self._errors():
             read = self._opened()[path]
             if self._left:
@@ -113,10 +144,6 @@ class Published(ExitStack):
             return _unzipped(self.enter_context(zipfile.ZipFile(content)))
         return _untarred(self.enter_context(tarfile.open(fileobj=content)))
 
-    @property
-    def _key(self) -> str:
-        return f"files/{self._file.sha256}/{self._file.filename}"
-
     def _kept(self) -> IO[bytes] | None:
         content = self._cache.load(self._key) if self._file.sha256 else None
         if content is None or hashlib.sha256(content).hexdigest() != self._file.sha256:
@@ -126,18 +153,12 @@ class Published(ExitStack):
     def _download(self, why: str = "") -> IO[bytes]:
         self.enter_context(_whole)
         content = self.enter_context(TemporaryFile())  # noqa: SIM115
-        digest = hashlib.sha256()
-        with self._index.session.get(self._index.fetchable(self._file), stream=True, timeout=TIMEOUT) as response:
-            response.raise_for_status()
-            size = response.headers.get("Content-Length")
-            megabytes = f"{int(size) / 1e6:.1f} MB" if size else "of unknown size"
+
+        def note(size: str) -> None:
             if why:
-                self._note(f"{self._file.filename} {why}: fetching all of it, {megabytes}")
-            for chunk in response.iter_content(1 << 20):
-                digest.update(chunk)
-                content.write(chunk)
-        if self._file.sha256 not in (None, digest.hexdigest()):
-            raise MatrixError(f"{self._file.filename} is not the file of its index: it has another sha256")
+                self._note(f"{self._file.filename} {why}: fetching all of it, {size}")
+
+        self._index.download(self._file, content, note)
         if self._file.sha256 and content.tell() < _SMALL:
             content.seek(0)
             self._cache.store(self._key, content.read())
@@ -163,6 +184,8 @@ class Published(ExitStack):
 
 
 def _unzipped(archive: zipfile.ZipFile) -> dict[str, Callable[[], bytes]]:
+    """How to read each module of a wheel, by its installed path."""
+
     def read(entry: zipfile.ZipInfo) -> bytes:
         _check_size(entry.filename, entry.file_size)
         return archive.read(entry)
@@ -172,15 +195,15 @@ def _unzipped(archive: zipfile.ZipFile) -> dict[str, Callable[[], bytes]]:
 
 
 def _untarred(archive: tarfile.TarFile) -> dict[str, Callable[[], bytes]]:
-    """The modules of a source distribution that has its packages at its root."""
+    """The same for a source distribution that has its packages at its root."""
 
-    def read(path: str, entry: tarfile.TarInfo) -> bytes:
-        _check_size(path, entry.size)
+    def read(entry: tarfile.TarInfo) -> bytes:
+        _check_size(entry.name.partition("/")[2], entry.size)
         file = archive.extractfile(entry)
         return file.read() if file is not None else b""
 
     entries = {entry.name.partition("/")[2]: entry for entry in archive if entry.isfile()}
-    return {path: partial(read, path, entry) for path, entry in entries.items() if path.endswith(".py")}
+    return {path: partial(read, entry) for path, entry in entries.items() if path.endswith(".py")}
 
 
 def _check_size(what: str, size: int) -> None:

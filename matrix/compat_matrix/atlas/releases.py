@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
@@ -75,35 +75,29 @@ def _versions(distribution: str, part: str, available: Mapping[Version, Sequence
         return usual[-1:]
     bounds = [bound.strip() for bound in part.split("-")]
     minors = [bool(_MINOR.fullmatch(bound)) for bound in bounds]
-    if not 1 <= len(bounds) <= 2 or len(set(minors)) > 1:
+    if len(bounds) > 2 or len(set(minors)) > 1:
         raise MatrixError(
             f"{distribution}: {part!r} doesn't select releases; write 5.3.0, 5.3, 4.48-5.23, 5.9.0-5.10.2 or latest, "
             "separated by commas"
         )
+    ends = [_version(distribution, bound) for bound in bounds]
     if minors[0]:
-        found = {version.release[:2]: version for version in _newest_of_minors(usual)}
-        first, last = (_known(distribution, bound, found) for bound in (bounds[0], bounds[-1]))
-        chosen = [version for minor, version in found.items() if first <= minor <= last]
+        there: Collection[Version] = _newest_of_minors(usual)
+        newest = {version.release[:2]: version for version in there}
+        ends = [newest.get(end.release, end) for end in ends]
     else:
-        ends = [_version(distribution, bound) for bound in bounds]
-        for end in ends:
-            if end not in available:
-                raise MatrixError(f"{distribution} has no release {end}; {_near(end, available)}")
-        if len(ends) == 1:
-            return ends
-        between = _usual(available, pre_releases=any(end.is_prerelease for end in ends))
-        chosen = [version for version in {*between, *ends} if ends[0] <= version <= ends[1]]
+        there = available
+    for bound, end in zip(bounds, ends, strict=True):
+        if end not in there:
+            below, above = [one for one in there if one < end], [one for one in there if one > end]
+            near = [str(one) for one in (*sorted(below)[-1:], *sorted(above)[:1])]
+            raise MatrixError(f"{distribution} has no release {bound}; the nearest are {' and '.join(near) or 'none'}")
+    if not minors[0]:
+        there = {*_usual(available, pre_releases=any(end.is_prerelease for end in ends)), *ends}
+    chosen = [version for version in there if ends[0] <= version <= ends[-1]]
     if not chosen:
         raise MatrixError(f"{distribution}: {part!r} begins after its end")
     return chosen
-
-
-def _known(distribution: str, bound: str, minors: Mapping[tuple[int, ...], Version]) -> tuple[int, ...]:
-    minor = _version(distribution, bound).release
-    if minor not in minors:
-        near = _near(Version(bound), minors.values())
-        raise MatrixError(f"{distribution} has no release {bound}; {near}")
-    return minor
 
 
 def _version(distribution: str, text: str) -> Version:
@@ -111,12 +105,6 @@ def _version(distribution: str, text: str) -> Version:
         return Version(text)
     except InvalidVersion:
         raise MatrixError(f"{distribution}: {text!r} isn't a version") from None
-
-
-def _near(version: Version, available: Iterable[Version]) -> str:
-    below = max((other for other in available if other < version), default=None)
-    above = min((other for other in available if other > version), default=None)
-    return f"the nearest are {' and '.join(str(other) for other in (below, above) if other is not None) or 'none'}"
 
 
 def _usual(available: Mapping[Version, Sequence[File]], pre_releases: bool = False) -> list[Version]:
@@ -140,12 +128,10 @@ def _preference(file: File) -> tuple[object, ...]:
     The Python sources hardly differ between files; always choosing the same one makes the cache effective.
     """
     if not file.is_wheel:
-        return (False, not file.yanked, 0, False, (), 0, file.filename)
+        return (False, not file.yanked, file.filename)
     _, _, build, tags = parse_wheel_filename(file.filename)
     tag = max(tags, key=str)
-    if tag.platform == "any":
-        platform = 3
-    else:
-        platform = ("linux" in tag.platform) + (tag.platform.endswith("x86_64") and "linux" in tag.platform)
+    linux = "linux" in tag.platform
+    platform = 3 if tag.platform == "any" else linux + (linux and tag.platform.endswith("x86_64"))
     python = int("".join(filter(str.isdigit, tag.interpreter)) or 0)
     return (True, not file.yanked, platform, not tag.abi.endswith("t"), build, python, file.filename)

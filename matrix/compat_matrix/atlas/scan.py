@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
 
 from kernel_compat.patching.seam import Seam, parameter_problem
 from kernel_compat.patching.shim import Shim
 
-from .cache import Cache
 from .index import THREADS, Index
-from .published import Published
+from .published import Cache, Published
 from .releases import Release
 from .sources import FINGERPRINT, Found, Sources
 
@@ -45,6 +49,27 @@ class Event:
     new: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
 
+    @property
+    def when(self) -> str:
+        """Its release in words."""
+        if self.what == "vanished":
+            return f"gone from {self.release.version}"
+        return f"since {self.release.version}{' or before' if self.what == 'there' else ''}"
+
+    @property
+    def text(self) -> Text:
+        """What was found, with the changes marked; empty if that is nothing."""
+        if self.what == "vanished":
+            return Text("")
+        text = Text(str(self.found))
+        for name in self.new:
+            text.highlight_regex(rf"(?<=[(* ]){re.escape(name)}(?=[,)=])", "bold green")
+        if self.gone:
+            text.append(f"  without {', '.join(self.gone)}", "red")
+        if self.found.home:
+            text.append(f"  from {self.found.home}", "dim")
+        return text
+
 
 @dataclass(frozen=True)
 class Disagreement:
@@ -71,7 +96,6 @@ def read(
     index: Index,
     cache: Cache,
     note: Callable[[str], None],
-    advance: Callable[[], object],
 ) -> dict[Release, dict[str, Found]]:
     """Read the given seams of each release.
 
@@ -94,16 +118,11 @@ def read(
                 cache.store(key, _FINDINGS.dump_json(known))
         return {target: known[target] for target in targets}
 
-    pool = ThreadPoolExecutor(THREADS)
-    try:
-        futures = {pool.submit(one, release, targets): release for release, targets in wanted.items()}
-        results = {}
-        for future in as_completed(futures):
-            results[futures[future]] = future.result()
-            advance()
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return {release: results[release] for release in wanted}
+    console = Console(stderr=True)
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = zip(wanted, pool.map(one, wanted, wanted.values()), strict=True)
+        hidden = not console.is_terminal
+        return dict(track(found, "Reading", len(wanted), console=console, transient=True, disable=hidden))
 
 
 def history(found_in: Mapping[Release, Found]) -> list[Event]:
@@ -124,6 +143,29 @@ def history(found_in: Mapping[Release, Found]) -> list[Event]:
     return events
 
 
+def heading(distribution: str, releases: Sequence[Release]) -> str:
+    """The releases that were read, and the Python that each requires."""
+    first, last = releases[0].version, releases[-1].version
+    pythons: dict[str, str] = {}
+    for release in releases:
+        python = release.file.requires_python or "any"
+        if python != next(reversed(pythons.values()), None):
+            pythons[str(release.version)] = python
+    python = ", ".join(f"{python} (since {version})" for version, python in pythons.items())
+    many = f"{len(releases)} releases, {first} to {last}" if len(releases) > 1 else f"{first}"
+    return f"{distribution}: {many}; Python {python}"
+
+
+def history_table(events: Sequence[Event]) -> Table:
+    """A line for each change."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for event in events:
+        table.add_row(f"  {event.when}", event.text)
+    return table
+
+
 def check(shims: Iterable[Shim], findings: Findings) -> list[Disagreement]:
     """The wrong claims of the shims, by the rules with which `install()` verifies seams."""
     found = []
@@ -133,9 +175,10 @@ def check(shims: Iterable[Shim], findings: Findings) -> list[Disagreement]:
                 there = findings[release][seam.target]
                 doubts = [_doubt(seam, one) for one in (there, *there.others)]
                 if any(doubts):
-                    certain = all(doubt is not None and doubt.certain for doubt in doubts)
-                    what = " or ".join(dict.fromkeys(doubt.found for doubt in doubts if doubt is not None))
-                    found.append(Disagreement(shim.name, seam.target, release, _expected(seam), what, certain))
+                    certain = all(doubt is not None and doubt[1] for doubt in doubts)
+                    what = " or ".join(dict.fromkeys(doubt[0] for doubt in doubts if doubt is not None))
+                    expected = "an attribute" if seam.any_form else f"({', '.join([*seam.parameters, '...'])})"
+                    found.append(Disagreement(shim.name, seam.target, release, expected, what, certain))
     return found
 
 
@@ -149,30 +192,19 @@ def _names(found: Found) -> list[str]:
     return [*signature.parameters] if (signature := found.parsed) is not None else []
 
 
-def _expected(seam: Seam) -> str:
-    return "an attribute" if seam.any_form else f"({', '.join([*seam.parameters, '...'])})"
-
-
-class _Doubt(NamedTuple):
-    found: str
-    certain: bool
-
-
-def _doubt(seam: Seam, found: Found) -> _Doubt | None:
-    """The reason why a seam isn't as expected; None if it is."""
+def _doubt(seam: Seam, found: Found) -> tuple[str, bool] | None:
+    """Why a seam isn't as expected, and whether that is certain; None if it is."""
     if seam.inherited and found.inherited:  # the shim gives the class one of its own
         return None
-    if found.kind == "missing" or found.inherited:  # a shim replaces the class's own attribute
-        return _Doubt(str(found), True)
-    if found.kind == "unknown":
-        return _Doubt(str(found), False)
+    if found.kind in ("missing", "unknown") or found.inherited:  # a shim replaces the class's own attribute
+        return str(found), found.kind != "unknown" or found.inherited
     if seam.any_form:
         return None
     if found.kind == "value" or found.signature is None:
-        return _Doubt(str(found), found.type in _NOT_CALLABLE)
+        return str(found), found.type in _NOT_CALLABLE
 
     def stand_in() -> None: ...
 
     vars(stand_in)["__signature__"] = found.parsed
     problem = parameter_problem(stand_in, seam.parameters)
-    return _Doubt(problem, True) if problem else None
+    return (problem, True) if problem else None

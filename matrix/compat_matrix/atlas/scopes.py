@@ -1,13 +1,14 @@
-"""The names that a module, and each class and function in it, binds, as far as the source shows it."""
+"""The nodes of a module with what is around each, and the names that the module, and each class and function in it, binds."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from importlib.util import resolve_name
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 #: Statements with handlers; ``except*`` since Python 3.11.
@@ -19,9 +20,8 @@ Definition = Function | ast.ClassDef
 Loop = ast.For | ast.AsyncFor | ast.comprehension
 
 #: Decorators of definitions that are not what the name is in the end.
-_PARTIAL = ("overload", "getter", "setter", "deleter")
-
-
+_PARTIAL = frozenset({"overload", "getter", "setter", "deleter"})
+_CONDITIONAL = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Match, *TRIES)
 _PARSING = threading.Lock()
 
 
@@ -39,35 +39,75 @@ def parse(source: str | bytes) -> ast.Module:
         return ast.parse(source)
 
 
-class Element(ast.Subscript):
-    """An element of a value that an assignment unpacks."""
+class Place(NamedTuple):
+    """A node of a syntax tree, the node around it, and the field of that node that it is in."""
+
+    node: ast.AST
+    field: str = ""
+    parent: Place | None = None
+
+    def children(self) -> Iterator[Place]:
+        """The nodes in it, without those within them."""
+        for field in self.node._fields:
+            value = getattr(self.node, field, None)
+            for child in value if isinstance(value, list) else (value,):
+                if isinstance(child, ast.AST):
+                    yield Place(child, field, self)
+
+    def around(self) -> Iterator[tuple[ast.AST, str, ast.AST]]:
+        """The nodes around it, innermost first: each with its field that leads here and the node in that field."""
+        at = self
+        while at.parent is not None:
+            yield at.parent.node, at.field, at.node
+            at = at.parent
 
 
-@dataclass(frozen=True)
-class Binding:
+class Binding(NamedTuple):
     """One definition of a name. If path, definition and expression are None, the source doesn't show what the name is.
 
     Attributes:
         path: of an imported object; of the first parameter of a method, that of the class.
-        definition: a function or class.
+        definition: a function or class, which is the node of `place`.
         expression: the assigned expression; of a name in a tuple, an `Element` of it.
-        guarded: whether it is in a ``try`` that goes on after an error.
-        loops: the loops that it is in.
     """
 
+    place: Place
     path: str | None = None
     definition: Definition | None = None
     expression: ast.expr | None = None
-    branch: Branch = "always"
-    guarded: bool = False
-    loops: tuple[Loop, ...] = ()
+
+    @property
+    def branch(self) -> Branch:
+        """Whether it is executed with its module, class or function."""
+        branch: Branch = "always"
+        for node, field, _ in self._around():
+            if field == "body" and is_type_checking(node):
+                return "typing"
+            if isinstance(node, _CONDITIONAL) and field != "target":
+                branch = "sometimes"
+        return branch
+
+    @property
+    def guarded(self) -> bool:
+        """Whether it imports, defines or assigns a constant in a ``try`` that goes on after an error."""
+        known = self.path or self.definition or isinstance(self.expression, ast.Constant)
+        return bool(known) and any(
+            isinstance(node, TRIES) and field in ("body", "handlers") and bool(exceptions_caught(node))
+            for node, field, _ in self._around()
+        )
+
+    @property
+    def loops(self) -> list[Loop]:
+        """The loops that it is in, the outermost first."""
+        around = [node for node, field, _ in self._around() if field in ("body", "target")]
+        return [node for node in reversed(around) if isinstance(node, (ast.For, ast.AsyncFor))]
+
+    def _around(self) -> Iterator[tuple[ast.AST, str, ast.AST]]:
+        return takewhile(lambda one: not isinstance(one[0], Definition), self.place.around())
 
 
-class Star(NamedTuple):
-    """A star import of a module."""
-
-    module: str
-    branch: Branch
+class Element(ast.Subscript):
+    """An element of a value that an assignment unpacks."""
 
 
 class Scope:
@@ -75,59 +115,51 @@ class Scope:
 
     Attributes:
         path: dotted, with the module's.
-        node: the module, class or function.
+        place: the module, class or function.
         package: the package for relative imports.
         parent: the scope around it; None for a module.
+        outermost: the module.
+        is_method: whether it is that of a function in a class, whose first parameter isn't passed by the caller.
         names: the definitions of each name, in order.
-        stars: the star imports of a module.
+        stars: the modules of star imports, each with whether it is executed.
         returns: the expressions that a function returns.
     """
 
-    def __init__(self, path: str, node: ast.Module | Definition, package: str, parent: Scope | None = None) -> None:
+    def __init__(self, path: str, place: Place, package: str, parent: Scope | None = None) -> None:
         self.path = path
-        self.node = node
+        self.place = place
         self.package = package
         self.parent = parent
+        self.outermost: Scope = self if parent is None else parent.outermost
+        node = place.node
+        self.is_class = isinstance(node, ast.ClassDef)
+        self.is_function = isinstance(node, Function)
+        in_class = parent is not None and parent.is_class
+        self.is_method = in_class and isinstance(node, Function) and "staticmethod" not in decorators(node)
         self.names: dict[str, list[Binding]] = {}
-        self.stars: list[Star] = []
+        self.stars: list[tuple[str, Branch]] = []
         self.returns: list[ast.expr] = []
-        self._inner: dict[Definition, Scope] = {}
-        if not isinstance(node, (ast.Module, ast.ClassDef)):
-            arguments = node.args
-            several = (
-                *arguments.posonlyargs,
-                *arguments.args,
-                arguments.vararg,
-                *arguments.kwonlyargs,
-                arguments.kwarg,
-            )
-            parameters = [one.arg for one in several if one is not None]
-            self.names.update((name, [Binding()]) for name in parameters)
-            if self.is_method and parameters and parent is not None:
-                self.names[parameters[0]] = [Binding(path=parent.path)]
-        self._block(node.body, Binding())
+        self._inner: dict[ast.AST, Scope] = {}
+        if self.is_function:
+            arguments = (one for one in place.children() if one.field == "args")
+            parameters = [one for every in arguments for one in every.children() if isinstance(one.node, ast.arg)]
+            for number, one in enumerate(parameters):
+                of_class = parent.path if parent is not None and self.is_method and not number else None
+                self._bind(getattr(one.node, "arg", ""), Binding(one, path=of_class))
+        todo = [one for one in place.children() if one.field == "body"][::-1]
+        while todo:
+            at = todo.pop()
+            self._statement(at)
+            if not isinstance(at.node, Definition):
+                inner = (ast.stmt, ast.excepthandler, ast.match_case)
+                todo += [one for one in at.children() if isinstance(one.node, inner)][::-1]
 
-    @property
-    def outermost(self) -> Scope:
-        """The module."""
-        return self if self.parent is None else self.parent.outermost
-
-    @property
-    def is_class(self) -> bool:
-        """Whether it is that of a class."""
-        return isinstance(self.node, ast.ClassDef)
-
-    @property
-    def is_method(self) -> bool:
-        """Whether it is that of a function in a class, whose first parameter isn't passed by the caller."""
-        within = self.parent is not None and self.parent.is_class
-        return within and not isinstance(self.node, ast.Module) and "staticmethod" not in decorators(self.node)
-
-    def inner(self, node: Definition) -> Scope:
+    def inner(self, place: Place) -> Scope:
         """The scope of a class or function in this one."""
-        if node not in self._inner:
-            self._inner[node] = Scope(f"{self.path}.{node.name}", node, self.package, self)
-        return self._inner[node]
+        if place.node not in self._inner:
+            path = f"{self.path}.{getattr(place.node, 'name', '')}"
+            self._inner[place.node] = Scope(path, place, self.package, self)
+        return self._inner[place.node]
 
     def visible(self) -> Iterator[Scope]:
         """The scopes whose names can be used in this one; not those of classes around a function."""
@@ -142,80 +174,55 @@ class Scope:
         """The scope of a name that is used in this one."""
         return next((scope for scope in self.visible() if name in scope.names), None)
 
-    def assign(self, target: ast.expr, value: ast.expr, like: Binding = Binding()) -> None:
-        """Bind the names in the target of an assignment; `like` has the conditions that it is under."""
+    def _bind(self, name: str, binding: Binding) -> None:
+        self.names.setdefault(name, []).append(binding)
+
+    def _statement(self, at: Place) -> None:
+        match at.node:
+            case (ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef()) as node:
+                if _PARTIAL.isdisjoint(decorators(node)):
+                    self._bind(node.name, Binding(at, definition=node))
+            case ast.Import(names=aliases):
+                for alias in aliases:
+                    path = alias.name if alias.asname else alias.name.partition(".")[0]
+                    self._bind(alias.asname or path, Binding(at, path=path))
+            case ast.ImportFrom(names=aliases) as node:
+                module = imported_module(node, self.package)
+                for alias in aliases:
+                    if alias.name == "*":
+                        self.stars.append((module, Binding(at).branch))
+                    else:
+                        self._bind(alias.asname or alias.name, Binding(at, path=f"{module}.{alias.name}"))
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    self._assign(target, value, at)
+            case (
+                ast.AnnAssign(target=target, value=ast.expr() as value)
+                | ast.AugAssign(target=ast.Name("__all__") as target, value=value)
+            ):
+                self._assign(target, value, at)
+            case ast.For(target=target) | ast.AsyncFor(target=target):
+                for name, _ in columns(target):
+                    self._bind(name, Binding(Place(target, "target", at), expression=ast.Name(name, ast.Load())))
+            case ast.With(items=items) | ast.AsyncWith(items=items):
+                for one in (one for item in items for one in ast.walk(item)):
+                    if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+                        self._bind(one.id, Binding(at))
+            case ast.Return(value=ast.expr() as value):
+                self.returns.append(value)
+
+    def _assign(self, target: ast.expr, value: ast.expr, at: Place) -> None:
         match target, value:
-            case ast.Name(), _:
-                known = like.guarded and isinstance(value, ast.Constant)
-                self._bind(target.id, replace(like, expression=value, guarded=known))
+            case ast.Name(name), _:
+                self._bind(name, Binding(at, expression=value))
             case ((ast.Tuple() | ast.List()), (ast.Tuple() | ast.List())) if len(target.elts) == len(value.elts):
                 for one, part in zip(target.elts, value.elts, strict=True):
-                    self.assign(one, part, like)
+                    self._assign(one, part, at)
             case ((ast.Tuple() | ast.List()), _):
                 for index, one in enumerate(target.elts):
                     last = -1 if index == len(target.elts) - 1 else index
                     element = Element(value, ast.Constant(last), ast.Load())
-                    self.assign(one.value if isinstance(one, ast.Starred) else one, element, like)
-
-    def assign_rows(self, loop: Loop, like: Binding = Binding()) -> None:
-        """Bind the names in the target of a loop."""
-        for name, _ in columns(loop.target):
-            value = ast.Name(name, ast.Load())
-            self._bind(name, replace(like, expression=value, guarded=False, loops=(*like.loops, loop)))
-
-    def _bind(self, name: str, binding: Binding) -> None:
-        self.names.setdefault(name, []).append(binding)
-
-    def _unknown(self, target: ast.expr, like: Binding) -> None:
-        for one in ast.walk(target):
-            if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
-                self._bind(one.id, replace(like, guarded=False))
-
-    def _block(self, statements: Iterable[ast.stmt], like: Binding) -> None:
-        for statement in statements:
-            self._statement(statement, like)
-
-    def _statement(self, node: ast.stmt, like: Binding) -> None:
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                if not set(_PARTIAL).intersection(decorators(node)):
-                    self._bind(node.name, replace(like, definition=node))
-                return
-            case ast.Import():
-                for alias in node.names:
-                    path = alias.name if alias.asname else alias.name.partition(".")[0]
-                    self._bind(alias.asname or path, replace(like, path=path))
-            case ast.ImportFrom():
-                module = imported_module(node, self.package)
-                for alias in node.names:
-                    if alias.name == "*":
-                        self.outermost.stars.append(Star(module, like.branch))
-                    else:
-                        self._bind(alias.asname or alias.name, replace(like, path=f"{module}.{alias.name}"))
-            case ast.Assign():
-                for target in node.targets:
-                    self.assign(target, node.value, like)
-            case ast.AnnAssign(value=ast.expr() as value) | ast.AugAssign(target=ast.Name("__all__"), value=value):
-                self.assign(node.target, value, like)
-            case ast.For() | ast.AsyncFor():
-                self.assign_rows(node, like)
-                like = replace(like, loops=(*like.loops, node))
-            case ast.With() | ast.AsyncWith():
-                for item in node.items:
-                    if item.optional_vars is not None:
-                        self._unknown(item.optional_vars, like)
-            case ast.Return(value=ast.expr() as value):
-                self.returns.append(value)
-        conditional = isinstance(node, (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Match, *TRIES))
-        if conditional and like.branch == "always":
-            like = replace(like, branch="sometimes")
-        tried = replace(like, guarded=True) if isinstance(node, TRIES) and exceptions_caught(node) else like
-        typing = isinstance(node, ast.If) and last_name(node.test) == "TYPE_CHECKING"
-        self._block(getattr(node, "body", ()), replace(like, branch="typing") if typing else tried)
-        for field in ("orelse", "finalbody"):
-            self._block(getattr(node, field, ()), like)
-        for block in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-            self._block(block.body, tried)
+                    self._assign(one.value if isinstance(one, ast.Starred) else one, element, at)
 
 
 def columns(target: ast.expr) -> list[tuple[str, int | None]]:
@@ -239,6 +246,14 @@ class Default:
 def signature_of(node: Function) -> inspect.Signature:
     """The signature of a function; its defaults are `Default` objects."""
     arguments = node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = [None] * (len(positional) - len(arguments.defaults))
+    defaults = [*required, *arguments.defaults, *arguments.kw_defaults]
+    default_of = {
+        one.arg: Default(default)
+        for one, default in zip([*positional, *arguments.kwonlyargs], defaults, strict=True)
+        if default is not None
+    }
     kinds = (
         (inspect.Parameter.POSITIONAL_ONLY, arguments.posonlyargs),
         (inspect.Parameter.POSITIONAL_OR_KEYWORD, arguments.args),
@@ -246,12 +261,6 @@ def signature_of(node: Function) -> inspect.Signature:
         (inspect.Parameter.KEYWORD_ONLY, arguments.kwonlyargs),
         (inspect.Parameter.VAR_KEYWORD, [arguments.kwarg]),
     )
-    positional = [*arguments.posonlyargs, *arguments.args]
-    defaults = [*zip(reversed(positional), reversed(arguments.defaults), strict=False)]
-    defaults += [
-        (one, default) for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default
-    ]
-    default_of = {one.arg: Default(default) for one, default in defaults}
     return inspect.Signature(
         [
             inspect.Parameter(one.arg, kind, default=default_of.get(one.arg, inspect.Parameter.empty))
@@ -267,6 +276,11 @@ def decorators(node: Definition) -> list[str]:
     return [last_name(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list]
 
 
+def is_type_checking(node: ast.AST) -> bool:
+    """Whether it is an ``if`` whose body is for type checkers only."""
+    return isinstance(node, ast.If) and last_name(node.test) == "TYPE_CHECKING"
+
+
 def exceptions_caught(node: ast.Try) -> frozenset[str]:
     """The exceptions after which the code goes on."""
     types = [
@@ -279,11 +293,11 @@ def exceptions_caught(node: ast.Try) -> frozenset[str]:
 
 
 def imported_module(node: ast.ImportFrom, package: str) -> str:
-    """The absolute name of the module of a ``from`` import in a package."""
-    if not node.level:
-        return node.module or ""
-    parts = package.split(".") if package else []
-    return ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
+    """The absolute name of the module of a ``from`` import in a package; empty if that is outside of the outermost package."""
+    try:
+        return resolve_name("." * node.level + (node.module or ""), package)
+    except ImportError:
+        return ""
 
 
 def last_name(node: ast.AST) -> str:

@@ -13,9 +13,10 @@ from importlib.util import decode_source
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from ..errors import MatrixError
 from . import scopes
 from .published import Published
-from .scopes import Binding, Element, Scope, decorators, last_name, parse, signature_of
+from .scopes import Binding, Element, Place, Scope, decorators, last_name, parse, signature_of
 
 #: Methods that are class methods without a decorator.
 _CLASS_METHODS = ("__init_subclass__", "__class_getitem__")
@@ -26,7 +27,7 @@ _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 #: A module that puts an object of its own in its place; transformers' lazy modules have what their source has.
 _REPLACED = re.compile(r"^\s*sys\.modules\[__name__\] = (?!_LazyModule\b)", re.MULTILINE)
 #: An ``__all__`` that is one literal list or tuple.
-_ALL = re.compile(rb"^__all__[ \t]*=[ \t]*([\[(][^\])]*[\])])[ \t]*(?:#.*)?$", re.MULTILINE)
+_ALL = re.compile(rb"""^__all__ *= *[\[(]((?:\s|,|"\w+"|'\w+')*)[\])] *$""", re.MULTILINE)
 
 #: Identifies this module and the versions it depends on: cached results are valid as long as it stays the same.
 FINGERPRINT = hashlib.sha256(
@@ -88,7 +89,7 @@ class Sources:
     def __init__(self, published: Published) -> None:
         self._published = published
         self._modules: dict[str, _Module] = {}
-        self._exported: dict[str, frozenset[str] | None] = {}
+        self._listed: dict[str, frozenset[str] | None] = {}
         self._active: set[tuple[str, tuple[str, ...]]] = set()
 
     def find(self, target: str) -> Found:
@@ -101,21 +102,27 @@ class Sources:
         """
         module, colon, attribute = target.partition(":")
         if not colon:
-            module = self._longest_module(target)
+            while "." in module and module not in self._files:
+                module = module.rpartition(".")[0]
             attribute = target[len(module) + 1 :]
             if not attribute:
                 return Found("value", type="module")
-            if compiled := self._compiled(f"{module}.{attribute.partition('.')[0]}"):
-                return compiled
-        if not self._exists(module):
-            return self._compiled(module) or Found("missing", text=f"no module {module}")
+        for compiled in (module, f"{module}.{attribute.partition('.')[0]}"):
+            if compiled in self._compiled and compiled not in self._files:
+                return Found("unknown", text=f"the module {compiled} is compiled")
+        if module not in self._files:
+            return Found("missing", text=f"no module {module}")
         try:
             found = list(dict.fromkeys(self._look(module, tuple(attribute.split(".")))))
+        except MatrixError:  # the file can't be fetched
+            raise
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return Found("unknown", text=f"Python {'.'.join(map(str, sys.version_info[:2]))} can't parse it: {error}")
-        if not found and self._made_on_access(module, attribute.partition(".")[0]):
-            return Found("unknown", text=f"perhaps of {module}, which finds attributes when they are used")
         if not found:
+            source = self._module(module)
+            on_access = source.replaced or "__getattr__" in source.scope.names
+            if on_access and not self._look(module, (attribute.partition(".")[0],)):
+                return Found("unknown", text=f"perhaps of {module}, which finds attributes when they are used")
             owner = attribute.rpartition(".")[0]
             base_elsewhere = bool(owner) and self.find(f"{module}:{owner}").kind == "class"
             return Found("missing", text="nothing of that name", inherited=base_elsewhere)
@@ -137,16 +144,16 @@ class Sources:
         scope = self._module(module).scope
         if bindings := _reaching(scope, name):
             return [one for binding in bindings for one in self._follow(scope, name, binding, tuple(rest))]
-        for star in reversed(scope.stars):
-            if self._exists(star.module) and self._exports(star.module, name):
-                found = self._look(star.module, names)
+        for star, _ in reversed(scope.stars):
+            if star in self._files and self._exports(star, name):
+                found = self._look(star, names)
                 if found:
                     return found
-        if self._exists(f"{module}.{name}"):
+        if f"{module}.{name}" in self._files:
             return self._imported(f"{module}.{name}", tuple(rest))
-        for star in scope.stars:
-            if star.branch != "typing" and not self._exists(star.module):
-                return [Found("unknown", text=f"perhaps of {star.module}, which has no source in the wheel")]
+        for star, branch in scope.stars:
+            if branch != "typing" and star not in self._files:
+                return [Found("unknown", text=f"perhaps of {star}, which has no source in the wheel")]
         # The names that a lazy package of transformers imports on first access, by the module that has them.
         structures = (_literal(one.expression) for one in scope.names.get("_import_structure", ()))
         lazy = next((one for one in structures if isinstance(one, dict)), {})
@@ -157,10 +164,10 @@ class Sources:
         parts = (*path.split("."), *rest)
         for length in range(len(parts), 0, -1):
             module = ".".join(parts[:length])
-            if self._exists(module):
+            if module in self._files:
                 return self._look(module, parts[length:]) if parts[length:] else [Found("value", type="module")]
-            if compiled := self._compiled(module):
-                return [compiled]
+            if module in self._compiled:
+                return [Found("unknown", text=f"the module {module} is compiled")]
         return [Found("unknown", text=f"imported from {path}, which isn't in the wheel")]
 
     def _follow(self, scope: Scope, name: str, binding: Binding, rest: tuple[str, ...]) -> list[Found]:
@@ -173,7 +180,7 @@ class Sources:
             return [Found("unknown", text=f"imported from {binding.path}, where it isn't defined")]
         definition, expression = binding.definition, binding.expression
         if isinstance(definition, ast.ClassDef):
-            class_ = scope.inner(definition)
+            class_ = scope.inner(binding.place)
             if rest:
                 return self._member(class_, definition, rest)
             made = self._member(class_, definition, ("__init__",))
@@ -217,76 +224,44 @@ class Sources:
 
     def _exports(self, module: str, name: str) -> bool:
         """Whether ``from module import *`` imports a name that the module has."""
-        if module not in self._exported:
-            self._exported[module] = self._literal_all(module)
-        if (literal := self._exported[module]) is not None:
-            return name in literal
+        if module not in self._listed:  # parsing whole modules, of which there are thousands, takes long
+            file = self._files[module]
+            source = self._published.read(file) if file else b""
+            listed = _ALL.search(source) if source.count(b"__all__") == 1 else None
+            self._listed[module] = None if listed is None else frozenset(re.findall(r"\w+", listed[1].decode()))
+        if (names := self._listed[module]) is not None:
+            return name in names
         exported = [_literal(one.expression) for one in self._module(module).scope.names.get("__all__", ())]
         if not exported:
             return not name.startswith("_")
         # An `__all__` that is computed from others can't be evaluated.
         return any(not isinstance(one, (list, tuple)) or name in one for one in exported)
 
-    def _literal_all(self, module: str) -> frozenset[str] | None:
-        """The ``__all__`` of a module that assigns one literal; else None. Parsing whole modules, of which there are thousands, takes long."""
-        file = self._file(module)
-        source = self._published.read(file) if file else b""
-        literal = _ALL.search(source)
-        if literal is None or source.count(b"__all__") != 1:
-            return None
-        try:
-            (assignment,) = parse(f"__all__ = {literal[1].decode()}").body
-            assert isinstance(assignment, ast.Assign)
-            return frozenset(ast.literal_eval(assignment.value))
-        except (ValueError, SyntaxError, TypeError):
-            return None
-
-    def _made_on_access(self, module: str, name: str) -> bool:
-        """Whether a module that doesn't define a name may have it all the same."""
-        source = self._module(module)
-        return not self._look(module, (name,)) and ("__getattr__" in source.scope.names or source.replaced)
-
-    def _longest_module(self, path: str) -> str:
-        """The longest beginning of a dotted path that is a module; the first part if there is none."""
-        while "." in path and not self._exists(path):
-            path = path.rpartition(".")[0]
-        return path
-
-    def _file(self, module: str) -> str | None:
-        """The source of a module; None if it is a folder without one."""
-        path = module.replace(".", "/")
-        candidates = (f"{path}/__init__.py", f"{path}.py")
-        return next((candidate for candidate in candidates if candidate in self._published.members), None)
-
-    def _exists(self, module: str) -> bool:
-        path = module.replace(".", "/")
-        members = self._published.members
-        return f"{path}.py" in members or f"{path}/__init__.py" in members or path in self._folders
-
-    def _compiled(self, module: str) -> Found | None:
-        start = module.replace(".", "/") + "."
-        if any(path.startswith(start) and not path.endswith(".py") for path in self._published.members):
-            return Found("unknown", text=f"the module {module} is compiled")
-        return None
+    @cached_property
+    def _files(self) -> dict[str, str | None]:
+        """The source of each module; None for a folder without one."""
+        files: dict[str, str | None] = {}
+        for path in sorted(self._published.members):  # a package after a module of the same name
+            module = path.partition(".")[0].removesuffix("/__init__").replace("/", ".")
+            if path.endswith(".py"):
+                files[module] = path
+            while "." in module:
+                module = module.rpartition(".")[0]
+                files.setdefault(module, None)
+        return files
 
     @cached_property
-    def _folders(self) -> set[str]:
-        """Packages, with or without an ``__init__.py``."""
-        folders: set[str] = set()
-        for path in self._published.members:
-            folder = path.rpartition("/")[0]
-            while folder and folder not in folders:
-                folders.add(folder)
-                folder = folder.rpartition("/")[0]
-        return folders
+    def _compiled(self) -> set[str]:
+        """The modules that have no source."""
+        return {path.partition(".")[0].replace("/", ".") for path in self._published.members if path[-3:] != ".py"}
 
     def _module(self, name: str) -> _Module:
         if name not in self._modules:
-            file = self._file(name)
+            file = self._files[name]
             code = decode_source(self._published.read(file)) if file else ""
             tree = parse(code)
             package = name.rpartition(".")[0] if file and not file.endswith("/__init__.py") else name
-            self._modules[name] = _Module(Scope(name, tree, package), _REPLACED.search(code) is not None)
+            self._modules[name] = _Module(Scope(name, Place(tree), package), _REPLACED.search(code) is not None)
         return self._modules[name]
 
 

@@ -43,6 +43,8 @@ _table = tomllib.loads((files(__package__) / "upstream.toml").read_text("utf-8")
 SEAMS: Mapping[str, Sequence[str]] = _table["seams"]
 #: Patterns of old names that transformers 5 serves though no source defines them, with their new ones.
 SERVED: Mapping[str, str] = _table["served"]
+#: The top-level packages of the distributions that projects use.
+PACKAGES = ("transformers", "torch", "flash_attn")
 #: The first that matches counts.
 REPLACEMENTS = [Replacement(**{**one, "patterns": tuple(one["patterns"])}) for one in _table["replacements"]]
 

@@ -1,4 +1,4 @@
-"""A pytest plugin that runs inside a cell: reports its packages and shims, and gives each pytest worker a GPU.
+"""A pytest plugin that runs inside a cell: reports its packages and shims, gives each pytest worker a GPU, and has the fixture `figure`.
 
 It is on the path of a cell's Python, which has nothing else of the matrix, and imports only modules that pytest imports too.
 """
@@ -6,13 +6,16 @@ It is on the path of a cell's Python, which has nothing else of the matrix, and 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
+from collections.abc import Callable
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -31,6 +34,23 @@ def pytest_sessionfinish() -> None:
     target = os.environ.get("COMPAT_MATRIX_ENVIRONMENT")
     if target and not os.environ.get("PYTEST_XDIST_WORKER"):
         write(Path(target))
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Record a number that the test measured: ``figure("step time", 12.5, "ms")``.
+
+    Its name is unique among the tests of a cell. The number is a finite one, or anything that `float` accepts, such as a tensor of
+    one element. ``better`` says which numbers are better: "lower", "higher", or None if neither are.
+    """
+
+    def record(name: str, value: Any, unit: str, better: Literal["lower", "higher"] | None = "lower") -> None:
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"the figure {name!r} is {number}, and has to be finite")
+        record_property("figure", {"name": name, "value": number, "unit": unit, "better": better})
+
+    return record
 
 
 def write(path: Path) -> None:

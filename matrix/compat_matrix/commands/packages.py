@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .. import parts, pins, wheelhouse
+from .. import pins, wheelhouse
+from ..errors import MatrixError
 from ..options import axes_of, cells_of, pin_folder
+from ..unpack import split
 from ..words import plural
 
 
@@ -15,7 +17,7 @@ def pin(options: argparse.Namespace) -> int:
     axes = axes_of(options)
     folder = pin_folder(options, axes)
     found = pins.resolve_parts(axes, cells_of(options, axes), latest=options.latest)
-    failed = {name: part for name, part in sorted(found.items()) if isinstance(part, pins.ResolutionError)}
+    failed = {name: part for name, part in sorted(found.items()) if isinstance(part, pins.UvError)}
     changed = [name for name, part in sorted(found.items()) if isinstance(part, pins.Part) and pins.write(part, folder)]
     for name, error in failed.items():
         print(f"{name}: {error}", file=sys.stderr)
@@ -41,6 +43,9 @@ def fetch(options: argparse.Namespace) -> int:
     counts = f"{plural(len(found.cells), 'cell')}, {plural(len(found.files), 'file')}"
     print(f"{options.folder}: {counts}, {size:.1f} MB")
     if options.parts is not None:
-        folder, count = parts.split(options.folder, options.parts)
+        try:
+            folder, count = split(options.folder, options.parts)
+        except (ValueError, OSError) as error:
+            raise MatrixError(str(error)) from error
         print(f"{folder}: {plural(count, 'part')}")
     return 0

@@ -39,7 +39,8 @@ def run(options: argparse.Namespace) -> int:
             )
         with Store.open(options.store, create=False) as store:
             run = store.resolve(options.resume)
-            submissions.check_free(store, run)
+            if any(one.run == run for one in submissions.waiting(store)):
+                raise MatrixError(f"the run {run} waits for a service or is executed by one: cancel it first")
             cells, attempts = runner.left(store, run, axes, runner.failed(store, run) if options.failed else {})
             if cells:
                 work = jobs_of(options, axes, cells, attempts)

@@ -11,14 +11,14 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from pathlib import Path
 
-from ..axes import Axes
-from ..cells import Cell
+from ..axes import OWN
 from ..errors import MatrixError
-from ..options import AXES, axes_of, jobs_of
+from ..options import AXES, axes_in, axes_of
+from ..service import executing, tokens
 from ..store import Store, removal
 
 #: Seconds for open requests to end at shutdown.
@@ -36,10 +36,9 @@ def run(options: argparse.Namespace) -> int:
         import uvicorn
 
         from ..service.app import create_app
+        from ..service.guard import Settings
     except ModuleNotFoundError as error:
         raise MatrixError(f"{error.name} is missing: install kernel-compat-matrix[service]") from None
-    from ..service import executing, tokens
-    from ..service.guard import Settings
 
     if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*/?", options.root_path):
         raise MatrixError(f"--root-path takes a path such as /matrix, not {options.root_path!r}")
@@ -51,14 +50,10 @@ def run(options: argparse.Namespace) -> int:
         os.environ["RAY_ADDRESS"] = options.ray
     if options.execute is not None:
         return executing.execute_all(options, options.execute)
-    axes = _axes(options)
-
-    def check(cells: Sequence[Cell], suite: str) -> None:
-        assert axes is not None
-        jobs_of(executing.for_suite(options, suite), axes, cells, {})
-
+    there = options.axes or axes_in(Path()) or OWN.exists() or options.ray
+    axes = axes_of(options) if there else None
     with Store.open(options.store) as store, _listening(options.host, options.port) as listening, ExitStack() as stack:
-        app = create_app(store, axes, Settings(read=options.read, runs=not options.no_run), check)
+        app = create_app(store, axes, Settings(read=options.read, runs=not options.no_run), options)
         config = uvicorn.Config(
             app,
             http="h11",
@@ -91,16 +86,6 @@ def run(options: argparse.Namespace) -> int:
             stack.enter_context(executing.beside(lambda over: _prune(store, keep, over), "prune"))
         uvicorn.Server(config).run(sockets=[listening])
     return 0
-
-
-def _axes(options: argparse.Namespace) -> Axes | None:
-    """The axes file; None if none is given and there is none."""
-    try:
-        return axes_of(options)
-    except MatrixError:
-        if options.axes is not None or options.ray is not None:
-            raise
-        return None
 
 
 def _listening(host: str, port: int) -> socket.socket:

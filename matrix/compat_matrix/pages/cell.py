@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..cells import Cell
@@ -14,9 +12,8 @@ from ..views import common, explain
 from . import logs
 from .grid import entry
 
-#: The number of results in the history on a page, and of failed tests with a report.
+#: The number of results in the history on a page, and of errors of failed tests with a report.
 HISTORY, _REPORTS = 20, 200
-_NOT_FAILED = ("known", "flaky", "skipped", "xfailed", "xpassed", "passed")
 
 
 def values(
@@ -38,7 +35,7 @@ def values(
         activity: ``running`` or ``waiting``.
         excluded: why the axes exclude the cell.
     """
-    return {
+    made = {
         "cell": cell,
         "entry": entry(past, "" if found else activity, excluded),
         "activity": activity,
@@ -47,50 +44,25 @@ def values(
         "history": [(one, entry(one)) for one in history[:HISTORY]],
         "newest": history[0] if history else None,
         "older": len(history) > HISTORY,
-        "reproduce": common.reproduce(cell, past.run) if past else f"kernel-compat-matrix run {shlex.quote(cell.name)}",
-        **(_details(store, found, past) if found and past else {}),
+        "reproduce": common.reproduce(cell, past.run if past else None),
     }
-
-
-def _details(store: Store, found: CellResult, past: Past) -> dict[str, Any]:
-    failed = [one for one in found.tests if one.bad]
-    packed = logs.packed_log(store, past.run.id, found.cell, found.attempt)
-    packages = found.environment.get("packages")
-    packages = packages if isinstance(packages, dict) else {}
-    return {
-        "counts": past.summary.counts,
-        "failed": [(one, _error(one.message)) for one in failed[:_REPORTS]],
-        "failed_more": failed[_REPORTS:],
-        "by_outcome": {name: [one for one in found.tests if one.outcome == name] for name in _NOT_FAILED},
-        "figures": explain.figures(store.measured(cell=found.cell).get(found.cell, [])),
-        "installed": _installed(found, packages),
+    if found is None or past is None:
+        return made
+    failed = explain.alike(one for one in found.tests if one.bad)
+    python = found.environment.get("python")
+    return made | {
+        "failed": [(_error(lines), some) for lines, some in failed[:_REPORTS]],
+        "failed_more": [one for _, some in failed[_REPORTS:] for one in some],
+        "figures": explain.figures(store, cell),
+        "installed": ({"Python": python} if isinstance(python, str) else {}) | explain.installed(found),
         "facts": explain.facts(found.environment),
-        "packages": packages,
-        "shims": explain.shims(_shims(found.environment.get("shims"))),
-        "command": shlex.join(found.command),
-        "log": logs.ends(packed) if packed is not None else None,
+        "packages": explain.packages_of(found),
+        "shims": explain.shims(found.environment),
+        "log": logs.end(packed) if (packed := logs.packed_log(store, past.run.id, cell, found.attempt)) else None,
         "shortened": logs.shortened,
     }
 
 
-def _installed(found: CellResult, packages: Mapping[str, Any]) -> dict[str, str]:
-    """The versions that matter most: as the cell reports them, or from its pins if it died before."""
-    versions = {str(name): str(version) for name, version in packages.items()}
-    versions = versions or dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", found.pins, re.MULTILINE))
-    python = found.environment.get("python")
-    told = {name: version for name, version in sorted(versions.items()) if explain.matters(name, found.cell)}
-    return ({"Python": python} if isinstance(python, str) else {}) | told
-
-
-def _error(message: str) -> str:
-    """The lines of a report with the error and its numbers."""
-    lines = explain.error_lines(message.splitlines())
+def _error(lines: Sequence[str]) -> str:
+    """The error of a report, with its numbers."""
     return "\n".join(line[1:].strip() if line.startswith("E ") else line for line in lines)
-
-
-def _shims(found: Any) -> dict[str, Any]:
-    """The shims in a result, as far as they have the form that the pytest plugin in the cell writes."""
-    entries = found.items() if isinstance(found, dict) else ()
-    return {
-        name: one for name, one in entries if isinstance(one, dict) and isinstance(one.get("seams", []), (list, tuple))
-    }

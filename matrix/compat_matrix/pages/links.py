@@ -28,7 +28,7 @@ class Links:
         """Whether a service answers, which updates pages and takes forms."""
         return self._report is None
 
-    def __call__(self, *path: str, **query: object) -> str:
+    def __call__(self, /, *path: str, **query: object) -> str:
         """The address of a page by the parts of its path and its query without empty values; empty if a report lacks it."""
         given = urlencode({name: value for name, value in query.items() if value})
         address = "/" + "/".join(quote(part, safe="") for part in path) + (f"?{given}" if given else "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import zlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from sqlalchemy import LargeBinary, select, type_coerce
 
@@ -14,19 +13,10 @@ from ..store import Store, queries
 from ..store.models import LOG, RESULT
 from ..views import common
 
-#: The number of bytes of a log that a page shows: half at its beginning, half at its end.
-HEAD, TAIL = 20_000, 100_000
+#: The number of bytes at the end of a log that a page shows.
+TAIL = 100_000
 
 _PIECE = 64 * 2**10
-
-
-class Ends(NamedTuple):
-    """The beginning and the end of a text, and the number of bytes between the two and in all."""
-
-    head: str
-    tail: str
-    left_out: int
-    size: int
 
 
 def packed_log(store: Store, run: str, cell: Cell, attempt: int | None) -> bytes | None:
@@ -46,17 +36,13 @@ def pieces(packed: bytes) -> Iterator[bytes]:
     yield unpacker.flush()
 
 
-def ends(packed: bytes) -> Ends:
-    """The beginning and the end of a log, as printable text."""
-    head, tail, size = b"", b"", 0
+def end(packed: bytes) -> tuple[str, int, int]:
+    """The end of a log as printable text, the number of bytes before it, and of all."""
+    tail, size = b"", 0
     for piece in pieces(packed):
         size += len(piece)
-        room = HEAD - len(head)
-        head, tail = head + piece[:room], (tail + piece[room:])[-TAIL:]
-    left_out = size - len(head) - len(tail)
-    if not left_out:
-        return Ends(_shown(head + tail), "", 0, size)
-    return Ends(_shown(head), _shown(tail), left_out, size)
+        tail = (tail + piece)[-TAIL:]
+    return common.clean(tail.decode("utf-8", "replace")), size - len(tail), size
 
 
 def plain(packed: bytes) -> Iterator[bytes]:
@@ -80,7 +66,3 @@ def shortened(text: str, most: int = 20_000) -> str:
         return text
     half = most // 2
     return f"{text[:half]}\n\n[{len(text) - 2 * half} characters are left out]\n\n{text[-half:]}"
-
-
-def _shown(text: bytes) -> str:
-    return common.clean(text.decode("utf-8", "replace"))

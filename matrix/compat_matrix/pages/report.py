@@ -5,23 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ..axes import load
 from ..errors import MatrixError
 from ..options import axes_in
-from ..results import ENDED
 from ..store import Newest, Store
 from ..views import architectures, common
-from ..views.verdicts import ORDER, in_order, value, verdict_of, why_unknown
+from ..views.verdicts import ORDER, Tested, in_order
 from ..views.verdicts import newest as newest_of
 from . import ask, grid, runs, seams
 from . import cell as cell_page
-from .filters import STATES, Filters
 from .links import Links, file_name, static_files
 from .render import NAME, project_name, render
 
@@ -57,30 +54,25 @@ def write(store: Store, folder: Path, runs: Sequence[str] | None = None, project
     """
     folder = folder.resolve()
     _refuse_others(folder)
-    made = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    old = made.with_name(f"{made.name}.old")
     try:
-        for name in ("cells", "runs"):
-            (made / name).mkdir(parents=True)
-        names = [MANIFEST]
-        for name, text in _Report(store, runs, project).files():
-            (made / name).write_text(text, encoding="utf-8")
-            names.append(name)
-        (made / MANIFEST).write_text("\n".join(names) + "\n", encoding="utf-8")
-        if folder.exists():
-            folder.rename(old)
-        try:
-            made.rename(folder)
-        except OSError:
-            if old.exists():
-                old.rename(folder)
-            raise
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
+            made, old, names = Path(beside, "new"), Path(beside, "old"), [MANIFEST]
+            for name, text in _Report(store, runs, project).files():
+                (made / name).parent.mkdir(parents=True, exist_ok=True)
+                (made / name).write_text(text, encoding="utf-8")
+                names.append(name)
+            (made / MANIFEST).write_text("\n".join(names) + "\n", encoding="utf-8")
+            if folder.exists():
+                folder.rename(old)
+            try:
+                made.rename(folder)
+            except OSError:
+                if old.exists():
+                    old.rename(folder)
+                raise
     except OSError as error:
         raise MatrixError(f"the report {folder} can't be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def _refuse_others(folder: Path) -> None:
@@ -107,27 +99,30 @@ class _Report:
         self.seams = seams.values(store)
         self.entries = {one.cell: grid.entry(one.past) for one in self.newest}
         self.ended = [one for one in self.newest if one.past.summary.verdict is not None]
-        self.grids = self._grids()
-        self.at = dict(self._addresses())
+        self.own = ask.own_axes(self.entries)
+        self.grids, self.at = self._grids()
+        self.at |= self._addresses()
 
-    def _grids(self) -> dict[Filters, str]:
-        """The file of each facet, by the filters that lead to it."""
-        default = grid.choose(Filters(), self.entries)[0]
-        found = {Filters(): "index.html"}
-        for facet in {grid.facet(cell) for cell, one in self.entries.items() if one.word != "excluded"}:
-            kernel, device, python = facet
-            name = "index.html" if default == {facet} else file_name("grid-", "-".join(facet))
-            filters = Filters(flash_attention=kernel, device=device)
-            found[filters.but(python=python)] = name
-            if grid.choose(filters, self.entries)[0] == {facet}:
-                found[filters] = name
-            if any(facet[:2] == one[:2] for one in default):
-                found[Filters(python=python)] = name
-        return found
+    def _grids(self) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+        """The filters of each grid by its file, and the files by the addresses that lead to one."""
+        every = ask.read([], self.own)
+        facets = {grid.facet(cell) for cell, one in self.entries.items() if one.word != "excluded"}
+        default = grid.choose(every, self.entries)[0]
+        files = {one: "index.html" if default == {one} else file_name("grid-", "-".join(one)) for one in facets}
+        grids, at = {"index.html": every}, {self.address(): "index.html"}
+        for one, name in files.items():
+            only = every | dict(zip(("flash_attention", "device", "python"), one, strict=True))
+            grids.setdefault(name, only)
+            at[self.address(**only)] = name
+        for shown in grids.values():
+            for tab in (tab for some in grid.choose(shown, self.entries)[1].values() for tab in some):
+                if (address := self.address(**tab.filters)) not in at:
+                    chosen = [*grid.choose(tab.filters, self.entries)[0]]
+                    if len(chosen) == 1:
+                        at[address] = files[chosen[0]]
+        return grids, at
 
     def _addresses(self) -> Iterator[tuple[str, str]]:
-        for filters, name in self.grids.items():
-            yield self.address(**filters.given), name
         for page in ("runs", "diff", "types"):
             yield self.address(page), f"{page}.html"
         for one in self.runs:
@@ -154,19 +149,19 @@ class _Report:
                 yield name, content.decode()
         yield "answers.js", answers(self.newest, Links("", self.at))
         newest = self.runs[0] if self.runs else None
-        before = runs.before(newest, self.runs) if newest else None
-        question = ask.question(Filters(), own=ask.own_axes(self.entries))
-        for name, filters in {name: filters for filters, name in reversed(self.grids.items())}.items():
-            yield self._page(name, "home.html", grid.home(filters, question, self.entries, newest, before))
+        home = {"newest": newest, "before": newest and runs.before(newest, self.runs), "fields": ask.fields(self.own)}
+        for name, chosen in self.grids.items():
+            shown = grid.home(chosen, {}, self.entries)
+            yield self._page(name, "home.html", {**home, **shown, "answer": None, "run": None, "active": False})
         totals = self.store.totals(one.id for one in self.runs)
         yield self._page("runs.html", "runs.html", {"runs": self.runs, "totals": totals, "more": False, "before": ""})
         for number, one in enumerate(self.runs):
-            values = runs.of_one(one, self.store.summary(one.id), self.runs[number + 1 :])
-            yield self._page(file_name("runs/", one.id), "run.html", values)
+            shown = runs.of_one(one, self.store.summary(one.id), self.runs[number + 1 :])
+            yield self._page(file_name("runs/", one.id), "run.html", {**shown, "leased": (), "can": ""})
         yield self._page("diff.html", "diff.html", runs.changes(self.store, *self.compared))
-        for name, values in self.seams.items():
+        for name, shown in self.seams.items():
             if name:
-                yield self._page(self.at[self.address("seams", distribution=name)], "seams.html", values)
+                yield self._page(self.at[self.address("seams", distribution=name)], "seams.html", shown)
         yield self._page("types.html", "types.html", architectures.values())
         for found in self.ended:
             yield self._page(file_name("cells/", found.cell.name), "cell.html", self._cell(found))
@@ -184,29 +179,28 @@ class _Report:
 
 def answers(newest: Sequence[Newest], links: Links) -> str:
     """A script with the newest result of every cell, in which `ask.js` finds the answer to a question."""
-    own = ask.own_axes(one.cell for one in newest)
     data = {
-        "cells": [_tested(one, links) for one in sorted(newest)],
-        "fields": ask.fields(own),
-        "order": in_order([*ORDER, *own]),
+        "cells": [_tested(Tested.newest(one), links) for one in sorted(newest)],
+        "order": in_order([*ORDER, *ask.own_axes(one.cell for one in newest)]),
         "headlines": ask.HEADLINES,
         "closeness": ask.CLOSENESS,
-        "signs": STATES,
+        "signs": ask.STATES,
     }
     return f"const MATRIX = {json.dumps(data)};\n".replace("<", "\\u003c")
 
 
-def _tested(one: Newest, links: Links) -> Mapping[str, object]:
+def _tested(one: Tested, links: Links) -> Mapping[str, object]:
     """A cell in the script, with its evidence as HTML if its tests ran."""
-    summary = one.past.summary
-    found = {"cell": one.cell.axes, "began": one.past.run.started.isoformat(), "kind": summary.kind}
-    if summary.verdict not in ENDED:
-        excluded = summary.state == "excluded"
-        reason = summary.reason if excluded else why_unknown([one])
-        return found | {"verdict": "refused" if excluded else "unknown", "reason": common.one_line(reason, 400)}
+    found = {
+        "cell": one.cell.axes,
+        "verdict": one.verdict,
+        "kind": one.kind,
+        "reason": common.one_line(one.reason, 400),
+    }
+    if not one.ended:
+        return found
     return found | {
-        "verdict": verdict_of(one),
-        "reason": common.one_line(summary.reason, 400),
-        "exact": {axis: value(one, axis) for axis in (*ORDER, *dict(one.cell.extra))},
-        "html": render("evidence.html", links, "", one=ask.evidence(one)),
+        "began": one.started and one.started.isoformat(),
+        "exact": {axis: one[axis] for axis in (*ORDER, *one.extra)},
+        "html": render("evidence.html", links, "", one=one),
     }

@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..cells import Cell
-from ..store import Past, Run, Store, Summary
-from ..store.submissions import Running
+from ..store import Run, Store, Summary
 from ..views import diff
 from . import grid
 
@@ -17,36 +16,22 @@ SEARCHED = 50
 
 
 def of_one(
-    run: Run, summary: Mapping[Cell, Summary], earlier: Sequence[Run], leased: Collection[Running] = (), can: str = ""
+    run: Run, summary: Mapping[Cell, Summary], earlier: Sequence[Run], running: Collection[Cell] = ()
 ) -> dict[str, Any]:
     """The values of a run's page.
 
     Args:
         earlier: the runs before it, newest first.
-        leased: its cells that are running.
-        can: what a reader can do with it: ``cancel``, ``retry``, or nothing.
+        running: its cells that are running.
     """
-    entries = grid.of_run(run, summary, {one.cell for one in leased})
+    entries = grid.of_run(run, summary, running)
     counts = Counter(one.state for one in entries.values())
-    return {
-        "run": run,
-        "groups": grid.groups(entries),
-        "counts": counts,
-        "before": before(run, earlier),
-        "leased": leased,
-        "can": can,
-    }
+    return {"run": run, "groups": grid.groups(entries), "counts": counts, "before": before(run, earlier)}
 
 
 def changes(store: Store, old: Run | None, new: Run | None) -> dict[str, Any]:
     """The values of the page with the changes between two runs."""
-    return {
-        "diff": diff.compare(store, old.id, new.id) if old and new else None,
-        "titles": diff.TITLES,
-        "old": old,
-        "new": new,
-        "entry": lambda run, summary: grid.entry(Past(run, summary)),
-    }
+    return {"diff": diff.compare(store, old.id, new.id) if old and new else None, "titles": diff.TITLES}
 
 
 def before(run: Run, earlier: Sequence[Run]) -> Run | None:

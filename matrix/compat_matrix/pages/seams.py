@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -53,18 +53,6 @@ class _Atlas(BaseModel):
     check: _Check = _Check()
 
 
-class Span(NamedTuple):
-    """Consecutive releases in which a seam is the same.
-
-    Attributes:
-        event: what happened in the first of these; ``absent`` before the seam appeared.
-        width: the number of releases.
-    """
-
-    event: _Event
-    width: int
-
-
 def values(store: Store) -> dict[str, dict[str, Any]]:
     """The values of the page of each distribution, the first one first; one page without an atlas if none is stored.
 
@@ -94,11 +82,10 @@ def _timeline(atlas: _Atlas, distribution: str) -> dict[str, Any]:
     return {"releases": releases, "pythons": pythons, "seams": seams}
 
 
-def _spans(history: list[_Event], releases: list[str]) -> list[Span]:
+def _spans(history: list[_Event], releases: list[str]) -> list[tuple[_Event, int]]:
+    """What happened to a seam, ``absent`` before it appeared, each with the number of releases for which it stayed so."""
     known = [event for event in history if event.release in releases]
     if releases and (not known or known[0].release != releases[0]):
         known.insert(0, _Event(release=releases[0], what="absent"))
     places = [*(releases.index(event.release) for event in known), len(releases)]
-    return [
-        Span(event, end - begin) for event, (begin, end) in zip(known, pairwise(places), strict=True) if end > begin
-    ]
+    return [(event, end - begin) for event, (begin, end) in zip(known, pairwise(places), strict=True) if end > begin]

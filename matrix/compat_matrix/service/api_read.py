@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.exceptions import HTTPException
 
 from ..cells import AXES, NAME, WORD, Cell
-from ..errors import MatrixError
 from ..pages import logs
 from ..pages.render import environment
 from ..results import ENDED, Kind
-from ..store import State, Summary
+from ..store import Past, State, Summary
 from ..store.documents import ATLAS, kept
-from ..versions import VERSION, checked
-from ..views import common, diff, verdicts
-from ..views.verdicts import Answer, Wanted
+from ..versions import VERSION
+from ..views import diff, explain, verdicts
+from ..views.facts import Atlas, Cells, CellState, Changes, Error, Result, Runs, WholeRun
+from ..views.verdicts import Answer
 from . import feed, metrics
-from .api_models import Atlas, Cells, Changes, Error, Result, Runs, WholeRun
-from .site import Site, current
+from .site import Current, Site
 
 
 async def _once(request: Request) -> None:
@@ -56,19 +55,12 @@ router = APIRouter(
 # Parameters.
 
 
-def _version(text: str) -> str:
-    try:
-        return checked(text)
-    except MatrixError as error:
-        raise ValueError(str(error)) from None
-
-
-Version = Annotated[
-    str, AfterValidator(_version), WithJsonSchema({"type": "string", "pattern": VERSION, "maxLength": 100})
-]
+#: `wanted` checks it.
+Version = Annotated[str, WithJsonSchema({"type": "string", "pattern": VERSION, "maxLength": 100})]
 Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
 Kernel = Literal["none", "fa2", "fa3", "fa4", "torch"]
 Device = Literal["cpu", "cuda"]
+Cursor = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 CellPath = Annotated[
     str, Path(pattern=f"^{NAME}$", description="A cell's name, such as py312-tf5.23-torch2.15-fa4-cuda.")
 ]
@@ -121,19 +113,19 @@ class _CellPage(_WithOwn):
     state: State | None = None
     kind: Kind | None = None
     limit: int = Field(100, ge=1, le=1000)
-    cursor: Annotated[str, Field(max_length=200)] | None = Field(None, description="`next` of the page before.")
+    cursor: Cursor | None = Field(None, description="`next` of the page before.")
 
-    def page(self, site: Site, cells: Sequence[_InRun]) -> Cells:
+    def page(self, site: Site, cells: Sequence[tuple[Cell, str, Summary]]) -> Cells:
         """The page of these cells, as far as they have the requested values."""
         axes = {axis: value for axis in AXES if (value := getattr(self, axis)) is not None} | self.own(site)
         fit = [
             one
-            for one in _after(cells, _name, self.cursor)
+            for one in cells
             if axes.items() <= one[0].axes.items()
             and self.state in (None, one[2].state)
             and self.kind in (None, one[2].kind)
         ]
-        return _page(fit, _name, self.limit)
+        return _page(fit, self.limit, self.cursor)
 
 
 class _RunPage(_Asked):
@@ -148,7 +140,7 @@ class _RunPage(_Asked):
 
 class _HistoryPage(_Asked):
     limit: int = Field(50, ge=1, le=500)
-    cursor: Annotated[str, Field(max_length=200)] | None = Field(None, description="`next` of the page before.")
+    cursor: Cursor | None = Field(None, description="`next` of the page before.")
 
 
 class _Attempt(_Asked):
@@ -166,39 +158,12 @@ AxisPath = Annotated[str, Path(pattern=f"^{WORD}$", description="The name of an 
 BadgeValue = Annotated[str, Path(pattern=r"^[a-z0-9._]{1,40}$", description="As in the names of cells.")]
 
 
-#: A cell in the run of an id.
-_InRun = tuple[Cell, str, Summary]
-
-
-def _name(one: _InRun) -> str:
-    return one[0].name
-
-
-def _attempt(one: _InRun) -> str:
-    return f"{one[1]}.{one[2].attempt}"
-
-
-def _after(found: Sequence[_InRun], key: Callable[[_InRun], str], cursor: str | None) -> Sequence[_InRun]:
-    """The rest after the one whose key is the cursor."""
-    if cursor is None:
-        return found
-    place = next((place for place, one in enumerate(found) if key(one) == cursor), None)
-    if place is None:
-        raise HTTPException(404, "`cursor` isn't the `next` of a page, or what it names is gone")
-    return found[place + 1 :]
-
-
-def _page(found: Sequence[_InRun], key: Callable[[_InRun], str], limit: int) -> Cells:
-    states = [
-        {
-            **common.summary_as_json(cell, summary),
-            **{axis: getattr(cell, axis) for axis in AXES},
-            "extra": dict(cell.extra),
-            "run": run,
-        }
-        for cell, run, summary in found[:limit]
-    ]
-    return Cells.model_validate({"next": key(found[limit - 1]) if len(found) > limit else None, "cells": states})
+def _page(found: Sequence[tuple[Cell, str, Summary]], limit: int, cursor: str | None) -> Cells:
+    """A page of cells, each in the run of an id. The cursor is the number of cells on the pages before."""
+    begin = int(cursor or 0)
+    end = begin + limit
+    states = [CellState.of(*one) for one in found[begin:end]]
+    return Cells(next=str(end) if len(found) > end else None, cells=states)
 
 
 def _json(found: BaseModel) -> Response:
@@ -216,98 +181,91 @@ def _of(*media: str) -> dict[str, Any]:
 
 
 @router.get("/compat", response_model=Answer)
-def compat(request: Request, asked: Annotated[_Combination, Query()]) -> Response:
+def compat(site: Current, asked: Annotated[_Combination, Query()]) -> Response:
     """The verdict on a combination, or the nearest tested ones. A parameter that is left out stands for every value.
 
     Further parameters are the project's own axes.
     """
-    site = current(request)
     axes = {axis: getattr(asked, "flash_attn" if axis == "flash_attention" else axis) for axis in AXES}
-    return _json(verdicts.answer(site.store, Wanted.of(axes | asked.own(site)), asked.limit))
+    return _json(verdicts.answer(site.store, verdicts.wanted(axes | asked.own(site)), asked.limit))
 
 
 @router.get("/runs", response_model=Runs)
-def runs(request: Request, asked: Annotated[_RunPage, Query()]) -> Response:
+def runs(site: Current, asked: Annotated[_RunPage, Query()]) -> Response:
     """The runs, newest first."""
-    site = current(request)
     where = {"label": asked.label, "state": asked.state, "partial": asked.partial}
-    found = site.runs(asked.limit + 1, asked.cursor or "", **where)
+    found = site.runs(asked.limit + 1, site.run(asked.cursor).id if asked.cursor else "", **where)
     shown = found[: asked.limit]
     return _json(Runs.model_validate({"next": shown[-1].id if len(found) > asked.limit else None, "runs": shown}))
 
 
 @router.get("/runs/{run}", response_model=WholeRun)
-def one_run(request: Request, run: RunPath, nothing: Nothing) -> Response:
+def one_run(site: Current, run: RunPath, nothing: Nothing) -> Response:
     """A run, with the number of its cells in each state."""
-    site = current(request)
     found = site.run(run)
     states = Counter(summary.state for summary in site.store.summary(found.id).values())
     return _json(WholeRun.model_validate({**found._asdict(), "cells": states}))
 
 
 @router.get("/runs/{run}/cells", response_model=Cells)
-def cells_of_run(request: Request, run: RunPath, asked: Annotated[_CellPage, Query()]) -> Response:
+def cells_of_run(site: Current, run: RunPath, asked: Annotated[_CellPage, Query()]) -> Response:
     """The cells of a run in its order, with their results. Further parameters are the project's own axes."""
-    site = current(request)
     name = site.run(run).id
     return _json(asked.page(site, [(cell, name, summary) for cell, summary in site.store.summary(name).items()]))
 
 
-@router.get("/runs/{run}/cells/{cell}", response_model=Result)
-def result(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
-    """The whole result of a cell in a run, with its tests, without its log."""
-    site = current(request)
+def _past(site: Site, run: str, cell: str, attempt: int | None) -> tuple[Cell, Past]:
+    """The result in an address.
+
+    Raises:
+        HTTPException: 404.
+    """
     name, wanted = site.run(run).id, site.cell(cell)
-    if not any(asked.attempt in (None, one.summary.attempt) for one in site.store.history(wanted, run=name)):
+    if (past := explain.past_of(site.store, wanted, name, attempt)) is None:
         raise HTTPException(404, f"the run {name} has no such result of {cell}")
-    found = site.store.result(name, wanted, asked.attempt, log=False)
-    figures = [{"test": test.nodeid, **one._asdict()} for test in found.tests for one in test.figures]
-    return _json(Result.model_validate({**vars(found), "run": name, "figures": figures}))
+    return wanted, past
+
+
+@router.get("/runs/{run}/cells/{cell}", response_model=Result)
+def result(site: Current, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
+    """The whole result of a cell in a run, with its tests, without its log."""
+    wanted, past = _past(site, run, cell, asked.attempt)
+    return _json(Result.of(site.store.result(past.run.id, wanted, past.summary.attempt, log=False), past.run.id))
 
 
 @router.get("/runs/{run}/cells/{cell}/log", **_of("text/plain"))
-def log(request: Request, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
+def log(site: Current, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
     """The output of a cell, without terminal control sequences."""
-    site = current(request)
-    name, wanted = site.run(run).id, site.cell(cell)
-    packed = logs.packed_log(site.store, name, wanted, asked.attempt)
-    if packed is None:
-        raise HTTPException(404, f"the run {name} has no such log of {cell}")
+    wanted, past = _past(site, run, cell, asked.attempt)
+    if (packed := logs.packed_log(site.store, past.run.id, wanted, past.summary.attempt)) is None:
+        raise HTTPException(404, f"the run {past.run.id} has no log of {cell}")
     return StreamingResponse(logs.plain(packed), media_type="text/plain")
 
 
 @router.get("/cells", response_model=Cells)
-def cells(request: Request, asked: Annotated[_CellPage, Query()]) -> Response:
+def cells(site: Current, asked: Annotated[_CellPage, Query()]) -> Response:
     """Every cell with its newest result in whole runs, sorted by name. Further parameters are the project's own axes."""
-    site = current(request)
     found = [(one.cell, one.past.run.id, one.past.summary) for one in sorted(site.store.newest())]
     return _json(asked.page(site, found))
 
 
 @router.get("/cells/{cell}/history", response_model=Cells)
-def history(request: Request, cell: CellPath, asked: Annotated[_HistoryPage, Query()]) -> Response:
+def history(site: Current, cell: CellPath, asked: Annotated[_HistoryPage, Query()]) -> Response:
     """Every attempt at a cell, also in partial runs, newest first."""
-    site = current(request)
     wanted = site.cell(cell)
     found = [(wanted, past.run.id, past.summary) for past in site.store.history(wanted)]
-    return _json(_page(_after(found, _attempt, asked.cursor), _attempt, asked.limit))
+    return _json(_page(found, asked.limit, asked.cursor))
 
 
 @router.get("/diff", response_model=Changes)
-def changes(request: Request, asked: Annotated[_Two, Query()]) -> Response:
+def changes(site: Current, asked: Annotated[_Two, Query()]) -> Response:
     """The changes from one run to another."""
-    site = current(request)
-    old, new = site.run(asked.old), site.run(asked.new)
-    found = diff.compare(site.store, old.id, new.id)
-    figures = [{"cell": cell, **figure._asdict(), **noise._asdict()} for cell, figure, noise in found.figures]
-    own = found._asdict() | {"appeared": found.new, "figures": figures}
-    return _json(Changes.model_validate(own | {"old": old, "new": new}))
+    return _json(diff.compare(site.store, site.run(asked.old).id, site.run(asked.new).id))
 
 
 @router.get("/atlas", response_model=Atlas)
-def atlas(request: Request, nothing: Nothing) -> Response:
+def atlas(site: Current, nothing: Nothing) -> Response:
     """When each seam appeared, changed and vanished upstream, as of the last run of `watch`."""
-    site = current(request)
     found = kept(site.store, ATLAS)
     if not found:
         raise HTTPException(404, "there is no atlas yet: `kernel-compat-matrix watch` creates it")
@@ -315,9 +273,8 @@ def atlas(request: Request, nothing: Nothing) -> Response:
 
 
 @router.get("/badges/{axis}/{value}.svg", **_of("image/svg+xml"))
-def badge_of(request: Request, axis: AxisPath, value: BadgeValue, nothing: Nothing) -> Response:
+def badge_of(site: Current, axis: AxisPath, value: BadgeValue, nothing: Nothing) -> Response:
     """A badge image with the number of cells that pass, for one value of an axis."""
-    site = current(request)
     states = Counter(one.past.summary.state for one in site.store.newest() if one.cell.axes.get(axis) == value)
     if not states:
         raise HTTPException(404, f"no cell has {axis} {value}")
@@ -329,14 +286,12 @@ def badge_of(request: Request, axis: AxisPath, value: BadgeValue, nothing: Nothi
 
 
 @router.get("/metrics", **_of("text/plain"))
-def prometheus(request: Request, nothing: Nothing) -> Response:
+def prometheus(site: Current, nothing: Nothing) -> Response:
     """Cells by state, runs and the queue, in Prometheus' text format."""
-    site = current(request)
     return Response(metrics.exposition(site), media_type=metrics.MEDIA)
 
 
 @router.get("/feed.atom", **_of("application/atom+xml"))
-def atom(request: Request, nothing: Nothing) -> Response:
+def atom(request: Request, site: Current, nothing: Nothing) -> Response:
     """An Atom feed of cells that broke in the newest 20,000 results and of reports by `watch`."""
-    site = current(request)
     return Response(feed.atom(feed.entries(site.store), str(request.base_url)), media_type="application/atom+xml")

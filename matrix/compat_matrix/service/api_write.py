@@ -22,8 +22,8 @@ from starlette.exceptions import HTTPException
 from ..errors import MatrixError
 from ..store import Store, removal, submissions
 from ..store.models import RUN
-from ..views.merge import merge
-from .api_models import Error
+from ..views.facts import Error
+from ..views.runs import copied
 from .executing import NICE
 from .guard import body, pieces
 from .submission import Queue, Submission, Submitted
@@ -135,6 +135,6 @@ def _copied(url: str, upload: str) -> list[str]:
     os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with Store.open(url, create=False) as store:
         try:
-            return merge(store, upload)
+            return copied(store, upload)
         except MatrixError as error:
             raise MatrixError(str(error).replace(upload, "that was sent")) from None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import argparse
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from anyio import CapacityLimiter, to_thread
@@ -13,7 +14,6 @@ from starlette.middleware.gzip import GZipMiddleware
 
 from .. import __version__
 from ..axes import Axes
-from ..cells import Cell
 from ..store import Store
 from . import api_read, api_write, pages
 from .guard import Guard, Settings, refuse
@@ -25,16 +25,13 @@ _READERS = 3
 
 
 def create_app(
-    store: Store,
-    axes: Axes | None,
-    settings: Settings,
-    check: Callable[[Sequence[Cell], str], object] | None = None,
+    store: Store, axes: Axes | None, settings: Settings, options: argparse.Namespace | None = None
 ) -> FastAPI:
     """The application over a store.
 
     Args:
         axes: the axes whose cells are shown and can be run; None for a service that only shows the store.
-        check: raises a `MatrixError` if cells can't be run in a suite.
+        options: those of `serve`, for checking whether cells can be run.
     """
 
     @asynccontextmanager
@@ -52,7 +49,7 @@ def create_app(
         redirect_slashes=False,  # to the host named by the request
         openapi_url="/api/v1/openapi.json",
     )
-    app.state.queue = Queue(store, axes if settings.runs else None, check)
+    app.state.queue = Queue(store, axes if settings.runs else None, options)
     app.state.writers = CapacityLimiter(1 if store.dialect == "sqlite" else 3)  # SQLite has one writer
     app.state.settings = settings
     app.state.site = Site(store, app.state.queue, axes)

@@ -4,7 +4,7 @@ Neither a lost Ray cluster nor storing results disturbs the requests of the serv
 that ends: it reads a pipe from it.
 
 A service claims a run by a conditional update, and repeats every few seconds that it still executes it. A run whose service has
-fallen silent is claimed by another one, or by the same after its restart. No clocks are compared.
+fallen silent is claimed by another one, or by the same after its restart. The clock of the database counts for all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from rich.console import Console
-from sqlalchemy import ColumnElement, Row, and_, delete, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, select, update
 
 from .. import runner
 from ..cells import parse
@@ -34,15 +34,18 @@ from ..fingerprint import of_axes
 from ..options import axes_of, executor_of, jobs_of
 from ..processes import share_priority
 from ..progress import Progress
-from ..store import Store, inserts, submissions
-from ..store.models import RUN, SUBMISSION
+from ..store import Store, submissions
+from ..store.models import RUN, SUBMISSION, Utc
+from .submission import for_suite
 
 #: Seconds between two looks for a run to execute.
 _POLL = 1.0
 #: Seconds between two signs of life.
 _BEAT = 2.0
-#: Seconds of silence after which a service counts as gone.
-_GONE = 30.0
+#: The silence after which a service counts as gone.
+_GONE = timedelta(seconds=30)
+#: Seconds after a failure of the database in which the other services can say that they live.
+_RECOVERY = 3 * _BEAT
 #: How often the execution of a run may begin without a result before the run is given up.
 _TRIES = 10
 #: The shortest and the longest pause before the process is started again, in seconds.
@@ -53,8 +56,6 @@ _GRACE = 30.0
 _PATIENCE = 600.0
 #: The priority of processes that run cells and copy runs, as in `nice`: readers come first.
 NICE = 10
-
-_RUNNING: dict[str, Any] = {"state": "running", "finished": None}
 
 log = logging.getLogger(__name__)
 
@@ -125,20 +126,15 @@ def execute_all(options: argparse.Namespace, claim: str) -> int:
         executor = Executor(store, claim)
         while True:
             try:
-                row = executor.take()
+                row, pause = executor.take(), _POLL
             except MatrixError as error:  # the database is away, and may come back
                 log.warning("%s", error)
-                executor, row = Executor(store, claim), None  # the other services couldn't say that they live either
+                row, pause = None, _RECOVERY
             if row is not None:
                 executor.execute(options, row)
             else:
-                time.sleep(_POLL)
+                time.sleep(pause)
     return 0
-
-
-def for_suite(options: argparse.Namespace, suite: str) -> argparse.Namespace:
-    """The options of a service for `jobs_of`."""
-    return argparse.Namespace(**{**vars(options), "suite": suite, "latest": False, "pytest": []})
 
 
 class Executor:
@@ -150,32 +146,22 @@ class Executor:
 
     def __init__(self, store: Store, claim: str) -> None:
         self._store, self._claim = store, claim
-        #: When each claim was first seen as it is, by the monotonic clock.
-        self._noticed: dict[tuple[Any, ...], float] = {}
 
     def take(self) -> Row[Any] | None:
         """Claim the first run that waits or whose service has ended; None if no run can be claimed."""
         query = select(SUBMISSION, RUN.c.name).join_from(SUBMISSION, RUN).order_by(SUBMISSION.c.id)
         with self._store.reading() as connection:
-            rows = connection.execute(query).all()
-        now = time.monotonic()
-        self._noticed = {key: self._noticed.get(key, now) for key in ((row.id, row.claim, row.seen) for row in rows)}
+            rows, now = connection.execute(query).all(), _now(connection)
         for row in rows:
-            silent = now - self._noticed[row.id, row.claim, row.seen]
-            if row.claim not in (None, self._claim) and silent < _GONE:
+            if row.claim not in (None, self._claim) and now - row.seen < _GONE:
                 continue
             with self._store.writing() as connection:
-                own = and_(
-                    SUBMISSION.c.id == row.id,
-                    SUBMISSION.c.claim.is_not_distinct_from(row.claim),
-                    SUBMISSION.c.seen.is_not_distinct_from(row.seen),
-                )
-                seen = {"claim": self._claim, "host": platform.node(), "seen": datetime.now(timezone.utc)}
-                values = {**seen, "running": "{}", "tries": row.tries + 1}
-                if not connection.execute(update(SUBMISSION).where(own).values(values)).rowcount:
+                same = (SUBMISSION.c[name].is_not_distinct_from(getattr(row, name)) for name in ("id", "claim", "seen"))
+                claim = {"claim": self._claim, "host": platform.node(), "seen": now}
+                values = {**claim, "running": "{}", "tries": row.tries + 1}
+                if not connection.execute(update(SUBMISSION).where(*same).values(values)).rowcount:
                     continue  # another service was faster
                 if row.tries < _TRIES:
-                    connection.execute(update(RUN).where(RUN.c.id == row.run_id).values(_RUNNING))
                     return row
                 submissions.remove(connection, row.run_id)
             log.error("%s is interrupted: its execution began %d times without a result", row.name, row.tries)
@@ -191,7 +177,7 @@ class Executor:
         own = and_(SUBMISSION.c.run_id == row.run_id, SUBMISSION.c.claim == self._claim)
         progress = Progress(0, 0, Console(quiet=True))
         try:
-            with beside(lambda over: self._beat(own, row.run_id, progress, over), "beat"):
+            with beside(lambda over: self._beat(own, progress, over), "beat"):
                 try:
                     axes = axes_of(options)
                     if of_axes(axes) != row.fingerprint:
@@ -208,39 +194,41 @@ class Executor:
                 executor = executor_of(options, options.ray is not None)
                 runner.execute(row.name, jobs, self._store, executor, progress, patience=_PATIENCE, finish=False)
         except _Stopped:
-            self._release(own, row.run_id, tries=0)
+            self._release(own, tries=0)
             raise
         except KeyboardInterrupt:
             return
         except Exception as error:
-            self._release(own, row.run_id, reason=inserts.plain(str(error)))
+            self._release(own, reason=str(error))
             raise
         with self._store.writing() as connection:  # one transaction: a run that is finished can be retried and deleted
             if connection.execute(delete(SUBMISSION).where(own)).rowcount:
                 ended = {"state": "finished", "finished": datetime.now(timezone.utc)}
                 connection.execute(update(RUN).where(RUN.c.id == row.run_id).values(ended))
 
-    def _beat(self, own: ColumnElement[bool], run: int, progress: Progress, over: threading.Event) -> None:
+    def _beat(self, own: ColumnElement[bool], progress: Progress, over: threading.Event) -> None:
         """Say every few seconds that a run is executed and which cells run. If the claim is lost, interrupt this process."""
-        stopped = and_(RUN.c.id == run, RUN.c.state != "running")
         while not over.is_set():
             now, clock = datetime.now(timezone.utc), time.monotonic()
             since = {cell.name: now - timedelta(seconds=clock - began) for cell, began in [*progress.running.items()]}
-            values: dict[str, Any] = {"seen": now, "running": json.dumps(since, default=datetime.isoformat)}
+            values: dict[str, Any] = {"running": json.dumps(since, default=datetime.isoformat)}
             values |= {"tries": 0, "reason": ""} if progress.counts else {}
             with suppress(MatrixError):  # the database is away
                 with self._store.writing() as connection:
-                    claimed = connection.execute(update(SUBMISSION).where(own).values(values)).rowcount
-                    if claimed:  # the service that had the run before may have interrupted it
-                        connection.execute(update(RUN).where(stopped).values(_RUNNING))
+                    alive = update(SUBMISSION).where(own).values({**values, "seen": _now(connection)})
+                    claimed = connection.execute(alive).rowcount
                 if not claimed:
                     os.kill(os.getpid(), signal.SIGINT)
                     return
             over.wait(_BEAT)
 
-    def _release(self, own: ColumnElement[bool], run: int, **values: object) -> None:
+    def _release(self, own: ColumnElement[bool], **values: object) -> None:
         """Let a run wait for a service again, if it wasn't cancelled."""
         free = {"claim": None, "seen": None, "host": "", "running": "{}"}
         with self._store.writing() as connection:
-            if connection.execute(update(SUBMISSION).where(own).values({**free, **values})).rowcount:
-                connection.execute(update(RUN).where(RUN.c.id == run).values(_RUNNING))
+            connection.execute(update(SUBMISSION).where(own).values({**free, **values}))
+
+
+def _now(connection: Connection) -> datetime:
+    """The time by the clock of the database."""
+    return connection.execute(select(func.now(type_=Utc))).scalar_one()

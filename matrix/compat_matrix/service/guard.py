@@ -121,8 +121,7 @@ class Guard:
             HTTPException: it is refused.
         """
         headers = request.headers
-        # The form of the first page is sent by POST, as a lock file is too long for an address, and writes nothing.
-        reading = request.method in ("GET", "OPTIONS") or _path(request) == "/check"
+        reading = request.method in ("GET", "OPTIONS")
         form = not reading and not _of_api(request)
         if "transfer-encoding" in headers and "content-length" in headers:
             # A proxy may disagree with this server on where the body ends.

@@ -8,18 +8,17 @@ from functools import cache
 from typing import Any
 from urllib.parse import parse_qsl
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from ..cells import AXES, Cell, values_of
+from ..cells import Cell, values_of
 from ..errors import MatrixError
 from ..expressions import Expression
 from ..pages import ask, grid, logs, runs, seams
 from ..pages import cell as cell_page
-from ..pages.filters import Filters
 from ..pages.links import Links, static_files
 from ..pages.render import render
 from ..store import Newest, Past, Run, submissions
@@ -27,7 +26,7 @@ from ..views import architectures, common, explain
 from ..views.verdicts import judge
 from .api_write import in_turn, known
 from .guard import body
-from .site import Site, current
+from .site import Current, Site, current
 from .submission import Submission
 
 router = APIRouter(include_in_schema=False)
@@ -56,81 +55,40 @@ def _live(request: Request) -> bool:
     return "live" in request.query_params
 
 
-async def _form(request: Request, *names: str) -> dict[str, str]:
-    """The fields of a form.
-
-    Raises:
-        HTTPException: 400.
-    """
-    try:
-        found = dict(parse_qsl((await body(request)).decode(), keep_blank_values=True, max_num_fields=50))
-    except (UnicodeDecodeError, ValueError):
-        raise HTTPException(400, "This isn't a form of this service.") from None
-    return {name: found.get(name, "").strip() for name in names}
-
-
-# The first page.
-
-
 @router.get("/")
-def the_home(request: Request) -> Response:
+def the_home(request: Request, site: Current) -> Response:
     """The question, its answer and the grid; with `live`, only the part that changes."""
-    site = current(request)
     given = [(name, value) for name, value in request.query_params.multi_items() if value and name != "live"]
-    own = site.own_axes()
-    filters = Filters.of(given, own)
-    if filters.run and (run := site.run(filters.run)).id != filters.run:
-        return RedirectResponse(_links(request)(**filters.but(run=run.id).given))
-    return _home(request, site, filters, ask.question(filters, own=own))
-
-
-@router.get("/check")
-async def no_question(request: Request) -> Response:
-    """The form's address without the form, as after a reload."""
-    return RedirectResponse(_links(request)())
-
-
-@router.post("/check")
-async def the_question(request: Request) -> Response:
-    """Read the form, and go to the page with the answer; what can't be read is explained."""
-    site: Site = request.app.state.site
-    own = await run_in_threadpool(site.own_axes)
-    names = [name for name, *_ in ask.fields(own).values()]
-    typed = await _form(request, *names, "text")
-    filters = Filters.of(((name, typed[name]) for name in names), own)
-    found = ask.question(filters, typed["text"], own)
-    if not found.errors:
-        return RedirectResponse(_links(request)(**filters.but(**found.typed).given), 303)
-    return await run_in_threadpool(_home, request, site, filters, found)
-
-
-def _home(request: Request, site: Site, filters: Filters, question: ask.Question) -> Response:
-    store, newest, answer = site.store, list[Newest](), None
-    running = [one.cell for one in submissions.running(store) if not filters.run or one.run == filters.run]
-    waits: Mapping[Cell, Run] = {} if filters.run else site.waiting()
-    run = site.run(filters.run) if filters.run else None
-    if run is not None:
+    own, store, newest = site.own_axes(), site.store, list[Newest]()
+    chosen = ask.read(given, own)
+    asked = ask.asked(chosen, own)
+    run = site.run(chosen["run"]) if chosen["run"] else None
+    if run and run.id != chosen["run"]:
+        return RedirectResponse(_links(request)(**{**chosen, "run": run.id}))
+    running = [one.cell for one in submissions.running(store) if not run or one.run == run.id]
+    waits: Mapping[Cell, Run] = {} if run else site.waiting()
+    if run:
         entries = grid.of_run(run, store.summary(run.id), running)
     else:
         newest = store.newest()
         activity = dict.fromkeys(waits, "waiting") | dict.fromkeys(running, "running")
         served = {cell: grid.entry(None, activity.get(cell, ""), why) for cell, why in site.served.items()}
         entries = served | {one.cell: grid.entry(one.past, activity.get(one.cell, "")) for one in newest}
-    if question.wanted is not None and not _live(request):
-        answer = ask.shown(question.wanted, judge(store, question.wanted, newest or store.newest()))
-    if filters.only:
-        condition = Expression(filters.only, values_of(entries))
+    answer = judge(store, asked, newest or None) if asked and not _live(request) else None
+    if chosen["only"]:
+        condition = Expression(chosen["only"], values_of(entries))
         entries = {cell: one for cell, one in entries.items() if condition(cell)}
     whole = site.runs(runs.SEARCHED, partial=False)
-    last = whole[0] if whole else None
-    before = runs.before(last, whole) if last else None
-    active = bool(running or waits)
-    values = grid.home(filters, question, entries, last, before, answer=answer, run=run, active=active)
     return _shown(
         request,
         "grid.html" if _live(request) else "home.html",
-        status=422 if question.errors else 200,
-        **values,
+        **grid.home(chosen, asked, entries),
+        fields=ask.fields(own),
+        answer=answer,
+        run=run,
+        newest=whole[0] if whole else None,
+        before=runs.before(whole[0], whole) if whole else None,
+        active=bool(running or waits),
     )
 
 
@@ -138,9 +96,8 @@ def _home(request: Request, site: Site, filters: Filters, question: ask.Question
 
 
 @router.get("/cells/{name:path}/log")
-def the_log(request: Request, name: str) -> Response:
+def the_log(request: Request, site: Current, name: str) -> Response:
     """The log of a result, as plain text."""
-    site = current(request)
     cell, past, _ = _result(request, site, name)
     packed = logs.packed_log(site.store, past.run.id, cell, past.summary.attempt) if past else None
     if past is None or packed is None:
@@ -154,9 +111,8 @@ def the_log(request: Request, name: str) -> Response:
 
 
 @router.get("/cells/{name:path}")
-def the_cell(request: Request, name: str) -> Response:
+def the_cell(request: Request, site: Current, name: str) -> Response:
     """The page of a cell; with `live`, only the part that changes while it runs."""
-    site = current(request)
     store = site.store
     cell, past, history = _result(request, site, name)
     leased = [one for one in submissions.running(store) if one.cell == cell]
@@ -167,15 +123,10 @@ def the_cell(request: Request, name: str) -> Response:
             return Response(headers={"HX-Refresh": "true"})
         return _shown(request, "cell_running.html", activity=activity, leased=leased, waits=waits)
     found = store.result(past.run.id, cell, past.summary.attempt, log=False) if past else None
-    if past is None:
-        past = next((one.past for one in _newest(site, cell)), None)
+    past = past or explain.plan_of(store, cell)
     excluded = site.served.get(cell, "")
     values = cell_page.values(store, cell, found, past, history, activity=activity, excluded=excluded)
     return _shown(request, "cell.html", **values, leased=leased, waits=waits)
-
-
-def _newest(site: Site, cell: Cell) -> list[Newest]:
-    return site.store.newest([{axis: getattr(cell, axis) for axis in AXES} | {"extra": cell.own}])
 
 
 def _result(request: Request, site: Site, name: str) -> tuple[Cell, Past | None, list[Past]]:
@@ -191,18 +142,9 @@ def _result(request: Request, site: Site, name: str) -> tuple[Cell, Past | None,
     if attempt and not re.fullmatch(r"[1-9][0-9]{0,8}", attempt, re.ASCII):
         raise HTTPException(422, f"{common.one_line(attempt, 50)!r} isn't an attempt: these are numbers from 1 on.")
     history = site.store.history(cell, limit=cell_page.HISTORY + 1)
-    if given.get("run"):
-        run = site.run(given["run"]).id
-    else:
-        newest = [one.past for one in _newest(site, cell) if one.past.summary.verdict] or history
-        run = newest[0].run.id if newest else ""
-    own = site.store.history(cell, run=run) if run else []
-    if attempt:  # of the part in the address, or else of another one
-        own = [one for one in own if str(one.summary.attempt) == attempt]
-        past = next((one for one in own if one.run.id == run), next(iter(own), None))
-    else:
-        past = explain.counting(own)
-    if (given.get("run") or attempt) and past is None:
+    run = site.run(given["run"]).id if given.get("run") else ""
+    past = explain.past_of(site.store, cell, run, int(attempt) if attempt else None)
+    if (run or attempt) and past is None:
         raise HTTPException(404, f"There is no such result of {cell.name}.")
     return cell, past, history
 
@@ -211,22 +153,20 @@ def _result(request: Request, site: Site, name: str) -> tuple[Cell, Past | None,
 
 
 @router.get("/runs")
-def the_runs(request: Request) -> Response:
+def the_runs(request: Request, site: Current) -> Response:
     """The list of runs, newest first, with the form that submits one."""
-    site = current(request)
     return _runs(request, site)
 
 
 def _runs(request: Request, site: Site, submitted: Mapping[str, str] = {}, refused: str = "") -> Response:
     before = request.query_params.get("before", "")
     found = site.runs(_RUNS + 1, site.run(before).id if before else "")
-    shown = found[:_RUNS]
     return _shown(
         request,
         "runs.html",
         status=422 if refused else 200,
-        runs=shown,
-        totals=site.store.totals(one.id for one in shown),
+        runs=found[:_RUNS],
+        totals=site.store.totals(one.id for one in found[:_RUNS]),
         more=len(found) > _RUNS,
         before=before,
         suites=site.queue.suites,
@@ -238,7 +178,11 @@ def _runs(request: Request, site: Site, submitted: Mapping[str, str] = {}, refus
 @router.post("/runs")
 async def submit(request: Request) -> Response:
     """Submit a run, and go to its page; what is refused is kept in the form and explained."""
-    form = await _form(request, "only", "suite", "label", "all")
+    try:
+        found = dict(parse_qsl((await body(request)).decode(), keep_blank_values=True, max_num_fields=50))
+    except (UnicodeDecodeError, ValueError):
+        raise HTTPException(400, "This isn't a form of this service.") from None
+    form = {name: found.get(name, "").strip() for name in ("only", "suite", "label", "all")}
     try:
         given = Submission(only=form["only"] or None, suite=form["suite"], label=form["label"], all=bool(form["all"]))
         made = await in_turn(request, lambda queue: queue.submit(given))
@@ -268,73 +212,63 @@ async def retry(request: Request, name: str) -> Response:
 
 
 @router.get("/runs/{name:path}")
-def the_run(request: Request, name: str) -> Response:
+def the_run(request: Request, site: Current, name: str) -> Response:
     """The page of a run, or the comparison of two at ``OLD...NEW``."""
-    site = current(request)
     old, dots, new = name.partition("...")
     if dots:
-        return _diff(request, site, old, new)
+        return the_diff(request, site, old, new)
     run = site.run(name)
     if run.id != name:
         return RedirectResponse(_links(request)("runs", run.id))
-    if _live(request) and run.state != "running":
+    going = run.state == "running"
+    if _live(request) and not going:
         return Response(headers={"HX-Refresh": "true"})
     leased = submissions.running(site.store, run.id)
     earlier = site.runs(runs.SEARCHED, run.id, partial=False)
-    can = "cancel" if run.state == "running" else "retry" if site.queue.axes is not None else ""
-    values = runs.of_one(run, site.store.summary(run.id), earlier, leased, can)
-    if run.state != "running":
-        values["part"] = ""
+    can = "cancel" if going else "retry" if site.queue.axes is not None else ""
+    values: dict[str, Any] = {"leased": leased, "can": can} | ({} if going else {"part": ""})
+    values |= runs.of_one(run, site.store.summary(run.id), earlier, {one.cell for one in leased})
     return _shown(request, "run_live.html" if _live(request) else "run.html", **values)
 
 
 @router.get("/diff")
-def the_diff(request: Request) -> Response:
+def the_diff(request: Request, site: Current, old: str = "", new: str = "") -> Response:
     """The comparison of two runs; of the last two by default."""
-    site = current(request)
-    old, new = (request.query_params.get(name, "") for name in ("old", "new"))
     if bool(old) != bool(new):
         raise HTTPException(422, "Two runs are compared, by their ids or labels: one is missing.")
-    return _diff(request, site, old, new)
-
-
-def _diff(request: Request, site: Site, old: str, new: str) -> Response:
     shown = [*site.runs(_RUNS)]
-    if old or new:
-        before, after = site.run(old), site.run(new)
+    compared: tuple[Run | None, Run | None]
+    if old:
+        compared = before, after = site.run(old), site.run(new)
         shown += [one for one in (before, after) if one not in shown]
-        values = runs.changes(site.store, before, after)
     else:
-        values = runs.changes(site.store, *runs.last_two(site.store, site.runs(runs.SEARCHED, partial=False)))
-    return _shown(request, "diff.html", **values, runs=shown)
+        compared = runs.last_two(site.store, site.runs(runs.SEARCHED, partial=False))
+    return _shown(request, "diff.html", **runs.changes(site.store, *compared), runs=shown)
 
 
 # The other pages.
 
 
 @router.get("/seams")
-def the_seams(request: Request) -> Response:
+def the_seams(request: Request, site: Current, distribution: str = "") -> Response:
     """The stored atlas, one distribution at a time."""
-    site = current(request)
     pages = seams.values(site.store)
-    chosen = request.query_params.get("distribution") or next(iter(pages))
+    chosen = distribution or next(iter(pages))
     if chosen not in pages:
         said = f"There is no distribution {common.one_line(chosen, 100)!r}. There are {', '.join(pages) or 'none'}."
         raise HTTPException(422, said)
     return _shown(request, "seams.html", **pages[chosen])
 
 
-@router.get("/types")
+@router.get("/types", dependencies=[Depends(current)])
 def the_types(request: Request) -> Response:
     """The proofs of every model type."""
-    current(request)
     return _shown(request, "types.html", **_types())
 
 
 @router.get("/status")
-def the_status(request: Request) -> Response:
+def the_status(request: Request, site: Current) -> Response:
     """What is running; with `live`, only the part that changes."""
-    site = current(request)
     going = site.runs(_RUNS, state="running")
     return _shown(
         request,
@@ -346,10 +280,9 @@ def the_status(request: Request) -> Response:
     )
 
 
-@router.get("/api")
+@router.get("/api", dependencies=[Depends(current)])
 def the_api(request: Request) -> Response:
     """The documentation of the API."""
-    current(request)
     document = f"{_links(request).root}{request.app.openapi_url}"
     return _shown(request, "api.html", api=request.app.openapi(), document=document, kind=_kind)
 

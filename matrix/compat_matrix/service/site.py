@@ -6,9 +6,9 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request
+from fastapi import Depends, Request
 from sqlalchemy import Select, func, select
 from starlette.exceptions import HTTPException
 
@@ -57,15 +57,14 @@ class Site:
         Raises:
             HTTPException: 404.
         """
-        try:
-            with self.store.reading() as connection:
-                row = connection.execute(select(*stored.RUN_FIELDS).where(RUN.c.name == name)).one_or_none()
-            return Run(*row) if row else self.store.run(self.store.resolve(name))
-        except MatrixError as error:
-            if error.__cause__ is not None:
-                raise
-            said = f"There is no run {one_line(name, 100)!r}: a run has an id, a label, or is latest or latest~1."
-            raise HTTPException(404, said) from None
+        for find in (str, self.store.resolve):
+            try:
+                return self.store.run(find(name))
+            except MatrixError as error:
+                if error.__cause__ is not None:
+                    raise
+        said = f"There is no run {one_line(name, 100)!r}: a run has an id, a label, or is latest or latest~1."
+        raise HTTPException(404, said)
 
     def cell(self, name: str) -> Cell:
         """The cell of this name in the store or in the axes.
@@ -136,3 +135,6 @@ def current(request: Request) -> Site:
     if tag in re.findall(r'"([^"]*)"', request.headers.get("if-none-match", "")):
         raise HTTPException(304)
     return site
+
+
+Current = Annotated[Site, Depends(current)]

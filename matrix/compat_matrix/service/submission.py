@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
-from sqlalchemy import and_, update
+from sqlalchemy import update
 
 from .. import runner
 from ..axes import Axes
 from ..cells import LONGEST, NAME, Cell
 from ..errors import MatrixError
 from ..fingerprint import of_axes
-from ..options import revision
-from ..store import Provenance, Store, inserts, submissions
+from ..options import jobs_of, revision
+from ..store import Store, inserts, submissions
 from ..store.models import RUN
 
 CellName = Annotated[str, StringConstraints(pattern=f"^{NAME}$", max_length=LONGEST)]
@@ -55,13 +56,11 @@ class Queue:
 
     Args:
         axes: the axes whose cells can be run; None if the service runs none.
-        check: raises a `MatrixError` if cells can't be run in a suite, such as for a lack of pins.
+        options: those of `serve`; None if pins aren't checked.
     """
 
-    def __init__(
-        self, store: Store, axes: Axes | None, check: Callable[[Sequence[Cell], str], object] | None = None
-    ) -> None:
-        self.store, self.axes, self._check = store, axes, check
+    def __init__(self, store: Store, axes: Axes | None, options: argparse.Namespace | None = None) -> None:
+        self.store, self.axes, self._options = store, axes, options
 
     @property
     def suites(self) -> list[str]:
@@ -87,18 +86,17 @@ class Queue:
         words = ["run", *wanted.cells, *([f"--only={wanted.only}"] if wanted.only else [])]
         words += ["--all"] if wanted.all else []
         words += [f"--suite={wanted.suite}"] if wanted.suite != "default" else []
-        given = Provenance(
+        name = self.store.new_run(
+            cells,
+            excluded=excluded,
             axes=axes.path.read_text(encoding="utf-8"),
             command=shlex.join(words),
             label=wanted.label,
             host=platform.node(),
             revision=revision(axes.folder),
             partial=wanted.suite != "default",
+            submission={"suite": wanted.suite, "fingerprint": of_axes(axes)},
         )
-        tested = of_axes(axes)
-        with self.store.writing() as connection:
-            key, name = inserts.begin(connection, cells, excluded, given)
-            submissions.insert(connection, key, wanted.suite, tested, {})
         return Submitted(run=name, cells=len(cells), excluded=len(excluded))
 
     def retry(self, run: str) -> Submitted:
@@ -121,10 +119,10 @@ class Queue:
         tested = of_axes(axes)
         with self.store.writing() as connection:
             key = inserts.key(connection, run)
-            ended = and_(RUN.c.id == key, RUN.c.state != "running")
-            taken = connection.execute(update(RUN).where(ended).values(state="running", finished=None)).rowcount
+            begin = update(RUN).where(RUN.c.id == key, RUN.c.state != "running").values(state="running", finished=None)
+            taken = connection.execute(begin).rowcount
             if taken:
-                submissions.insert(connection, key, found.suite, tested, again)
+                inserts.submit(connection, key, found.suite, tested, again)
         if not taken:
             raise submissions.StateError(f"the run {run} hasn't ended: cancel it first")
         return Submitted(run=run, cells=len(cells), excluded=0)
@@ -137,5 +135,10 @@ class Queue:
     def _runnable(self, axes: Axes, cells: Sequence[Cell], suite: str) -> None:
         if without := next((cell for cell in cells if axes.tests_of(cell, suite) is None), None):
             raise MatrixError(f"{axes.path.name} has no tests for {without} in the suite {suite!r}")
-        if self._check is not None:
-            self._check(cells, suite)
+        if self._options is not None:
+            jobs_of(for_suite(self._options, suite), axes, cells, {})
+
+
+def for_suite(options: argparse.Namespace, suite: str) -> argparse.Namespace:
+    """The options of a service for `jobs_of`."""
+    return argparse.Namespace(**{**vars(options), "suite": suite, "latest": False, "pytest": []})

@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any, NamedTuple
 
-from sqlalchemy import Row, or_, select, update
+from sqlalchemy import Row, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from ..errors import MatrixError
@@ -69,13 +69,13 @@ def revoke(store: Store, name: str) -> None:
     """Make a token invalid.
 
     Raises:
-        MatrixError: there is no valid token of that name.
+        MatrixError: there is no token of that name.
     """
-    own = (TOKEN.c.name == name) & TOKEN.c.revoked.is_(None)
+    revoked = func.coalesce(TOKEN.c.revoked, datetime.now(timezone.utc))
     with store.writing() as connection:
-        found = connection.execute(update(TOKEN).where(own).values(revoked=datetime.now(timezone.utc))).rowcount
-    if not found:
-        raise MatrixError(f"there is no token {name!r} that could be revoked")
+        known = connection.execute(update(TOKEN).where(TOKEN.c.name == name).values(revoked=revoked)).rowcount
+    if not known:
+        raise MatrixError(f"there is no token {name!r}")
 
 
 def find(store: Store, secret: str) -> Token | None:

@@ -1,4 +1,4 @@
-"""Connecting to a database, and translating its errors."""
+"""The database of a store: connecting, its schema, and its errors."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, select
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, select, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
 
 from ..errors import MatrixError
-from . import inserts, schema
+from . import inserts
 from .models import CELL
 
-#: The number of seconds that SQLite waits for another writing process.
-_PATIENCE = 60.0
+#: The revisions in ``migrations/versions``: that of 0.1.0 and 0.2.0, and the last one.
+REVISIONS = ("0004", "0009")
+HEAD = REVISIONS[-1]
+
+#: The table with a database's revision. Not alembic's default name, which others may use in the same database.
+VERSIONS = "kernel_compat_matrix_schema"
 
 
 @contextmanager
@@ -28,7 +32,7 @@ def explained(name: str) -> Iterator[None]:
     except MatrixError as error:
         raise MatrixError(f"the store {name}: {error}") from error.__cause__
     except IntegrityError:
-        raise  # the caller handles it: another process may have stored the same
+        raise  # the caller handles it: a name is taken
     except DBAPIError as error:
         raise MatrixError(f"the store {name}: {' '.join(str(error.orig).split())}") from error
     except (zlib.error, UnicodeDecodeError) as error:
@@ -39,7 +43,7 @@ def parse(store: str) -> URL:
     """The URL of a store; a plain path is a SQLite file.
 
     Raises:
-        MatrixError: it isn't a valid URL.
+        MatrixError: it isn't a valid URL, or has no file.
     """
     if not store:
         raise MatrixError("the name of a store can't be empty")
@@ -49,6 +53,8 @@ def parse(store: str) -> URL:
         url = make_url(store)
     except (ArgumentError, ValueError) as error:
         raise MatrixError(f"{store!r} isn't the URL of a database: {error}") from error
+    if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+        raise MatrixError(f"{store!r} has no file: a store can't be in memory")
     return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
 
 
@@ -58,49 +64,37 @@ def connect(url: URL, *, create: bool) -> Engine:
     Raises:
         MatrixError: its driver is missing; or the file or folder doesn't exist and `create` is false.
     """
-    path = _file(url)
-    if path and create:
+    path = Path(url.database or "")
+    is_file = url.get_backend_name() == "sqlite" and not str(path).startswith("file:")
+    if is_file and create:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise MatrixError(f"the folder of the store can't be made: {error}") from error
-    elif path and not path.exists():
+    elif is_file and not path.exists():
         raise MatrixError("it doesn't exist")
+    # A connection for each thread of a service. Errors are logged, and parameters may be secrets.
+    pool: dict[str, Any] = {"pool_size": 10, "max_overflow": 40, "pool_pre_ping": True, "hide_parameters": True}
     try:
-        engine = create_engine(
-            url, hide_parameters=True, **_pool(url)
-        )  # errors are logged, and parameters may be secrets
-    except NoSuchModuleError as error:
-        raise MatrixError(f"SQLAlchemy knows no such database: {error}") from error
-    except ModuleNotFoundError as error:
-        hint = ": install kernel-compat-matrix[postgres]" if error.name == "psycopg" else ""
+        engine = create_engine(url, **pool)
+    except (NoSuchModuleError, ModuleNotFoundError) as error:
+        hint = ": install kernel-compat-matrix[postgres]" if "psycopg" in str(error) else ""
         raise MatrixError(f"its driver is not installed ({error}){hint}") from error
     if engine.dialect.name == "sqlite":
-        _set_up_sqlite(engine)
+        event.listen(engine, "connect", _connected)
+        event.listen(engine, "begin", _begin)
     return engine
 
 
-def migrate(engine: Engine, *, create: bool, foreign: bool = False) -> None:
-    """Create or migrate the schema of a database.
+def _connected(connection: Any, _: object) -> None:
+    connection.isolation_level = None  # the driver must not begin transactions by itself
+    connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA busy_timeout = 60000")  # the number of ms for which a writer waits for another one
 
-    Args:
-        foreign: check its schema: it may be from anywhere.
 
-    Raises:
-        MatrixError: there is no schema and `create` is false; it is from a newer version; or the tables aren't a store's.
-    """
-    with engine.connect() as connection:
-        if foreign and engine.dialect.name == "sqlite":
-            schema.check(connection)
-        found = schema.revision(connection)
-    if found is None and not create:
-        raise MatrixError("it is empty: no run has been stored in it")
-    if found is None and engine.dialect.name == "sqlite":
-        _journal(engine, "WAL")  # readers and a writer don't block each other; this setting is stored in the file
-    if found != schema.HEAD:
-        with writing(engine).begin() as connection:
-            if schema.upgrade(connection):
-                inserts.refresh_newest(connection, connection.scalars(select(CELL.c.id)).all())
+def _begin(connection: Connection) -> None:
+    if statement := connection.get_execution_options().get("begin", "BEGIN"):
+        connection.exec_driver_sql(statement)
 
 
 def writing(engine: Engine) -> Engine:
@@ -111,38 +105,69 @@ def writing(engine: Engine) -> Engine:
     return engine.execution_options(begin="BEGIN IMMEDIATE")
 
 
-def single_file(engine: Engine) -> None:
-    """Merge SQLite's write-ahead log into the file, which can then be copied, and read on read-only media."""
-    _journal(engine, "DELETE")
+def set_journal(engine: Engine, mode: str) -> None:
+    """Set the journal of a SQLite file, which stores it.
 
-
-def _file(url: URL) -> Path | None:
-    database = url.database
-    if url.get_backend_name() != "sqlite" or not database or database == ":memory:" or database.startswith("file:"):
-        return None
-    return Path(database)
-
-
-def _pool(url: URL) -> dict[str, Any]:
-    """A pool with a connection for each thread of a service. Broken connections are detected and replaced."""
-    if url.get_backend_name() == "sqlite":
-        return {"pool_size": 10, "max_overflow": 40} if _file(url) else {}
-    return {"pool_size": 10, "max_overflow": 40, "pool_pre_ping": True}
-
-
-def _set_up_sqlite(engine: Engine) -> None:
-    @event.listens_for(engine, "connect")
-    def connected(connection: Any, _: object) -> None:
-        connection.isolation_level = None  # the driver must not begin transactions by itself
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute(f"PRAGMA busy_timeout = {int(_PATIENCE * 1000)}")
-
-    @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        if statement := connection.get_execution_options().get("begin", "BEGIN"):
-            connection.exec_driver_sql(statement)
-
-
-def _journal(engine: Engine, mode: str) -> None:
+    Args:
+        mode: with ``WAL`` readers and a writer don't block each other; ``DELETE`` merges the write-ahead log into the file, which
+            can then be copied, and read on read-only media.
+    """
     with engine.execution_options(begin=None).connect() as connection:  # can't be changed within a transaction
         connection.exec_driver_sql(f"PRAGMA journal_mode = {mode}")
+
+
+def migrate(engine: Engine, *, create: bool) -> None:
+    """Create or migrate the schema of a database.
+
+    Raises:
+        MatrixError: there is no schema and `create` is false; it is from another version; or the tables aren't a store's.
+    """
+    with engine.connect() as connection:
+        found = revision(connection)
+    if found is None and not create:
+        raise MatrixError("it is empty: no run has been stored in it")
+    if found is None and engine.dialect.name == "sqlite":
+        set_journal(engine, "WAL")
+    if found != HEAD:
+        with writing(engine).begin() as connection:
+            if upgrade(connection):
+                inserts.refresh_newest(connection, connection.scalars(select(CELL.c.id)).all())
+
+
+def revision(connection: Connection) -> str | None:
+    """The revision of a database; None for one without tables.
+
+    Raises:
+        MatrixError: it has tables that aren't a store's.
+    """
+    tables = inspect(connection).get_table_names()
+    if VERSIONS in tables:
+        found = connection.execute(text(f"SELECT version_num FROM {VERSIONS}")).scalar()
+        if isinstance(found, str):
+            return found
+    if tables:
+        some = ", ".join(sorted(tables)[:3])
+        raise MatrixError(f"this isn't a store of kernel-compat-matrix: it has other tables ({some})")
+    return None
+
+
+def upgrade(connection: Connection, to: str = HEAD) -> str | None:
+    """Migrate a database to a revision, in the caller's transaction; returns the revision that it had.
+
+    Raises:
+        MatrixError: its revision is unknown to this version.
+    """
+    from alembic import command  # its import takes longer than opening a store that needs no migration
+    from alembic.config import Config
+
+    inserts.lock(connection)
+    found = revision(connection)  # again: another process may have been first
+    if found is not None and found not in REVISIONS:
+        said = f"kernel-compat-matrix (schema {found}, this one knows {' and '.join(REVISIONS)})"
+        if found > HEAD:
+            raise MatrixError(f"it was written by a newer {said}: upgrade it")
+        raise MatrixError(f"it was written by a {said} that was never released, and can't be migrated")
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")).replace("%", "%%"))
+    command.upgrade(config, to)
+    return found

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import NamedTuple
 
-from sqlalchemy import select
+from sqlalchemy import bindparam, select
 
 from .models import DOCUMENT, RELEASE_SEEN
 from .store import Store
@@ -41,23 +41,19 @@ def kept(store: Store, name: str, limit: int = 1) -> list[Document]:
         return [Document(*row) for row in connection.execute(query.order_by(DOCUMENT.c.id.desc()).limit(limit))]
 
 
+_SEEN = select(RELEASE_SEEN.c.version).where(RELEASE_SEEN.c.distribution == bindparam("distribution"))
+
+
 def seen(store: Store, distribution: str) -> set[str]:
     """The releases of a distribution that were seen before."""
-    query = select(RELEASE_SEEN.c.version).where(RELEASE_SEEN.c.distribution == distribution)
     with store.reading() as connection:
-        return set(connection.scalars(query))
+        return set(connection.scalars(_SEEN, {"distribution": distribution}))
 
 
 def see(store: Store, distribution: str, versions: Iterable[str]) -> None:
     """Store releases as seen; those that were seen before keep their time."""
     now = datetime.now(timezone.utc)
     with store.writing() as connection:
-        query = select(RELEASE_SEEN.c.version).where(RELEASE_SEEN.c.distribution == distribution)
-        known = set(connection.scalars(query))
-        rows = [
-            {"distribution": distribution, "version": version, "seen": now}
-            for version in dict.fromkeys(versions)
-            if version not in known
-        ]
-        if rows:
+        new = {*versions}.difference(connection.scalars(_SEEN, {"distribution": distribution}))
+        if rows := [{"distribution": distribution, "version": version, "seen": now} for version in new]:
             connection.execute(RELEASE_SEEN.insert(), rows)

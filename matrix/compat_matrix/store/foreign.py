@@ -4,22 +4,58 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from sqlalchemy import Connection, literal_column, select
+from sqlalchemy import Connection, Engine, Row, create_engine, select, text, type_coerce
+from sqlalchemy.pool import NullPool
+from sqlalchemy.types import NullType
 
 from ..cells import Cell, parse
 from ..errors import MatrixError
-from ..figures import Recorded
-from ..results import CellResult
-from . import queries
-from .models import RUN, TEXT
+from ..results import CellResult, Recorded
+from . import database, queries
+from .models import CELL, PLANNED, RESULT, RUN, TEXT
 from .records import Run
 
 _NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}", re.ASCII)
+
+#: Without the indexes of keys, which have no statement, and the table of ANALYZE.
+_OBJECTS = text(
+    "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL AND sql != 'CREATE TABLE sqlite_stat1(tbl,idx,stat)'"
+)
+
+
+def check_schema(engine: Engine) -> None:
+    """Check that a SQLite database has the tables of a store, and runs no code of its own.
+
+    Views run code when they are read; triggers, CHECK constraints and indexes of expressions when a table is migrated. So every
+    statement in its schema must be the one that a store of its revision has.
+
+    Raises:
+        MatrixError: a statement differs, or a row refers to another one that doesn't exist.
+    """
+
+    def statements(of: Connection) -> dict[tuple[str, str], list[str]]:
+        return {(row.type, row.name): re.findall(r"\w+|\S", row.sql) for row in of.execute(_OBJECTS)}
+
+    if engine.dialect.name != "sqlite":
+        return
+    with engine.connect() as connection, create_engine("sqlite://", poolclass=NullPool).begin() as memory:
+        theirs = statements(connection)
+        if other := next((one for one in theirs if one[0] not in ("table", "index")), None):
+            raise MatrixError(f"this isn't a store of kernel-compat-matrix: it has the {other[0]} {other[1]!r}")
+        if (known := database.revision(connection)) not in database.REVISIONS:
+            return  # it isn't read
+        database.upgrade(memory, known)
+        ours = statements(memory)
+        for kind, name in sorted(ours.keys() | theirs.keys(), reverse=True):  # tables first
+            if ours.get((kind, name)) != theirs.get((kind, name)):
+                raise MatrixError(f"its {kind} {name!r} isn't that of a store")
+        for table, number, referred, _ in connection.execute(text("PRAGMA foreign_key_check")):
+            raise MatrixError(f"the row {number} of its table {table} refers to a row of {referred} that doesn't exist")
 
 
 class _Shim(BaseModel):
@@ -39,44 +75,50 @@ class _Environment(BaseModel):
 _RUN, _RESULT = TypeAdapter(Run), TypeAdapter(CellResult)
 
 
-def run_names(connection: Connection) -> list[str]:
-    """The ids of the runs, in the order received.
+class Copied(NamedTuple):
+    """A run of another store.
+
+    Attributes:
+        planned: its cells, excluded ones with the reason.
+        attempts: the cells and attempts of its results, in the order received.
+    """
+
+    run: Run
+    axes: str
+    planned: dict[Cell, str | None]
+    attempts: list[tuple[Cell, int]]
+
+
+def runs(connection: Connection) -> list[Copied]:
+    """The runs, in the order received, without their results.
 
     Raises:
-        MatrixError: one of them isn't the id of a run.
+        MatrixError: a part of one isn't valid.
     """
-    names: Sequence[Any] = connection.scalars(
-        select(literal_column("run.name")).select_from(RUN).order_by(RUN.c.id)
-    ).all()
-    if wrong := next((one for one in names if not isinstance(one, str) or not _NAME.fullmatch(one)), None):
-        raise MatrixError(f"{_shown(wrong)} isn't the id of a run")
-    return [*names]
+    names = connection.scalars(select(type_coerce(RUN.c.name, NullType())).order_by(RUN.c.id)).all()
+    return [_run(connection, name) for name in names]
 
 
-def run(connection: Connection, name: str) -> tuple[Run, str, dict[Cell, str | None]]:
-    """A run, the text of its axes, and its cells, excluded ones with the reason.
-
-    Raises:
-        MatrixError: a part of it isn't valid.
-    """
+def _run(connection: Connection, name: Any) -> Copied:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise MatrixError(f"{_shown(name)} isn't the id of a run")
+    cells = select(*queries.CELL_FIELDS)
     with _valid(name):
         row = connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == name)).one()
-        found = _RUN.validate_python(Run(*row)._asdict())
         axes = connection.scalar(select(TEXT.c.content).join(RUN).where(RUN.c.name == name))
-        planned = {_cell(row): row.excluded for row in connection.execute(queries.planned(name))}
-        if wrong := next((why for why in planned.values() if not isinstance(why, (str, type(None)))), None):
+        planned = cells.add_columns(PLANNED.c.excluded).join_from(PLANNED, CELL).join(RUN, RUN.c.id == PLANNED.c.run_id)
+        planned = planned.where(RUN.c.name == name).order_by(PLANNED.c.position)
+        tried = cells.add_columns(RESULT.c.attempt).join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
+        tried = tried.join(RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.name == name).order_by(RESULT.c.id)
+        found = Copied(
+            _RUN.validate_python(Run(*row)._asdict()),
+            axes or "",
+            {_cell(row): row.excluded for row in connection.execute(planned)},
+            [(_cell(row), row.attempt) for row in connection.execute(tried)],
+        )
+        if wrong := next((why for why in found.planned.values() if not isinstance(why, (str, type(None)))), None):
             raise ValueError(f"excluded: {_shown(wrong)} isn't a reason")
-        return found, axes or "", planned
-
-
-def attempts(connection: Connection, name: str) -> list[tuple[Cell, int]]:
-    """The cells and attempts of a run's results, in the order received.
-
-    Raises:
-        MatrixError: one of them isn't valid.
-    """
-    with _valid(name):
-        return [(_cell(row), row.attempt) for row in connection.execute(queries.attempts(name))]
+    return found
 
 
 def result(connection: Connection, name: str, cell: Cell, attempt: int) -> CellResult:
@@ -85,7 +127,7 @@ def result(connection: Connection, name: str, cell: Cell, attempt: int) -> CellR
     Raises:
         MatrixError: a part of it isn't valid, or too large.
     """
-    with _valid(name, cell):
+    with _valid(f"{name}, {cell}"):
         found = queries.read_result(connection, name, cell, attempt)
         if found is None:
             raise ValueError(f"it has no attempt {_shown(attempt)}")
@@ -96,30 +138,26 @@ def result(connection: Connection, name: str, cell: Cell, attempt: int) -> CellR
         return checked
 
 
-def _cell(row: Any) -> Cell:
+def _cell(row: Row[Any]) -> Cell:
     """The cell in the first fields of a row, if it has the name of a cell."""
-    cell = queries.cell_of(row)
-    try:
-        valid = len(cell.name) <= 200 and parse(cell.name) == cell
-    except (MatrixError, TypeError, AttributeError):
-        valid = False
-    if not valid:
-        raise ValueError(f"cell: {_shown(tuple(row))} isn't a cell")
-    return cell
+    with suppress(MatrixError, TypeError, AttributeError):
+        cell = queries.cell_of(row)
+        if parse(cell.name) == cell:
+            return cell
+    raise ValueError(f"cell: {_shown(tuple(row))} isn't a cell")
 
 
 @contextmanager
-def _valid(name: str, cell: Cell | None = None) -> Iterator[None]:
-    """Turn the errors of invalid values into a `MatrixError` about the run and the cell."""
-    where = f"run {name}{f', {cell}' if cell else ''}"
+def _valid(name: str) -> Iterator[None]:
+    """Turn the errors of invalid values into a `MatrixError` about the run, or the cell in it."""
     try:
         yield
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(one) for one in first["loc"])
-        raise MatrixError(f"{where}: {field}: {first['msg']}, not {_shown(first['input'])}") from None
+        raise MatrixError(f"run {name}: {field}: {first['msg']}, not {_shown(first['input'])}") from None
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, zlib.error) as error:
-        raise MatrixError(f"{where}: {error}") from error
+        raise MatrixError(f"run {name}: {error}") from error
 
 
 def _shown(value: object) -> str:

@@ -1,32 +1,28 @@
-"""The tables. A change here needs a migration in ``migrations/versions``, and another `schema.HEAD`."""
+"""The tables, as the SQL in ``migrations/versions`` leaves them.
+
+A change of them is a further revision there: a file of SQL and a module with its name; and another `database.HEAD`.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import (
-    Boolean,
-    Column,
     DateTime,
     Dialect,
-    Float,
-    ForeignKey,
-    ForeignKeyConstraint,
-    Index,
-    Integer,
+    Inspector,
     LargeBinary,
     MetaData,
-    String,
     Table,
     Text,
     TypeDecorator,
-    UniqueConstraint,
-    false,
-    text,
+    create_engine,
+    event,
 )
+from sqlalchemy.pool import NullPool
 
 #: The condition of the index of failed tests. SQLite uses the index only if a query has the same condition literally.
 FAILED = "outcome IN ('failed', 'error')"
@@ -47,17 +43,22 @@ class Utc(TypeDecorator[datetime]):
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         """The time in UTC, with its time zone."""
-        return value and value.astimezone(timezone.utc)
+        return value and (value.astimezone(timezone.utc) if value.tzinfo else value.replace(tzinfo=timezone.utc))
 
-    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], datetime | None] | None:
-        """For SQLite in one step, because summaries of large runs are made of many times."""
-        if dialect.name != "sqlite":
-            return super().result_processor(dialect, coltype)
-        return lambda value: None if value is None else datetime.fromisoformat(f"{value}+00:00")
+
+class Plain(TypeDecorator[str]):
+    """Text, without the characters that databases refuse: lone surrogates and NUL are replaced."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """The text without these characters."""
+        return value and value.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 class Packed(TypeDecorator[str]):
-    """Compressed text. It may contain lone surrogates and NULs, which databases refuse in text."""
+    """Compressed text, which may contain any character."""
 
     impl = LargeBinary
     cache_ok = True
@@ -85,221 +86,78 @@ def unpack(content: bytes) -> str:
     if not isinstance(content, bytes):  # of a foreign store
         raise zlib.error(f"a text can't be unpacked: it is {content!r:.40}")
     if len(content) > MOST // 1032:  # of at most 1,032 bytes each byte is one
-        _check_size(content)
+        unpacker, rest, size = zlib.decompressobj(), content, 0
+        while rest:
+            size += len(unpacker.decompress(rest, 2**20))
+            rest = unpacker.unconsumed_tail
+            if size > MOST:
+                raise zlib.error(f"a text has more than {MOST // 2**20} MiB")
     return zlib.decompress(content).decode("utf-8", "surrogatepass")
 
 
-def _check_size(content: bytes) -> None:
-    unpacker, size = zlib.decompressobj(), 0
-    while content and size <= MOST:
-        size += len(unpacker.decompress(content, 2**20))
-        content = unpacker.unconsumed_tail
-    if size > MOST:
-        raise zlib.error(f"a text has more than {MOST // 2**20} MiB")
+#: The types of columns by those of SQLite. Other columns have the types that they have there.
+_TYPES: dict[str, type[TypeDecorator[Any]]] = {"DATETIME": Utc, "TEXT": Plain, "BLOB": Packed}
 
 
-metadata = MetaData(
-    naming_convention={
-        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-        "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
-        "pk": "pk_%(table_name)s",
-    }
-)
+def _reflected() -> MetaData:
+    found = MetaData()
+
+    @event.listens_for(found, "column_reflect")
+    def typed(_: Inspector, __: Table, column: dict[str, Any]) -> None:
+        if kind := _TYPES.get(str(column["type"])):
+            column["type"] = kind()
+
+    with create_engine("sqlite://", poolclass=NullPool).connect() as connection:
+        for path in sorted(Path(__file__).parent.glob("migrations/versions/*.sql")):
+            connection.connection.executescript(path.read_text(encoding="utf-8"))
+        found.reflect(connection)
+    return found
+
+
+metadata = _reflected()
 
 #: Long texts that many rows share: messages, pins, environments, axes; with the digest of the text.
-TEXT = Table(
-    "shared_text",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("digest", String(32), nullable=False, unique=True),
-    Column("content", Packed, nullable=False),
-)
+TEXT = metadata.tables["shared_text"]
 
 #: The names of tests. The digest is unique instead of the name, which may be too long for an index.
-NODEID = Table(
-    "nodeid",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("digest", String(32), nullable=False, unique=True),
-    Column("name", Text, nullable=False),
-)
+NODEID = metadata.tables["nodeid"]
 
 #: Transformers and torch are empty without the axis. `extra` is `Cell.own`.
-CELL = Table(
-    "cell",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("name", String(200), nullable=False, unique=True),
-    Column("python", String(40), nullable=False),
-    Column("transformers", String(40), nullable=False),
-    Column("torch", String(40), nullable=False),
-    Column("flash_attention", String(20), nullable=False),
-    Column("device", String(20), nullable=False),
-    Column("extra", Text, nullable=False, server_default=text("''")),
-)
+CELL = metadata.tables["cell"]
 
 #: `whole` is the name of the first of the runs that are parts of one. Times are those of the machine that ran it, which may be
 #: wrong; the order of runs and results is that of their ids, in which the store received them.
-RUN = Table(
-    "run",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("name", String(40), nullable=False, unique=True),
-    Column("started", Utc, nullable=False),
-    Column("finished", Utc),
-    Column("state", String(40), nullable=False),
-    Column("label", Text, nullable=False),
-    Column("command", Text, nullable=False),
-    Column("host", Text, nullable=False),
-    Column("revision", Text, nullable=False),
-    Column("axes_id", ForeignKey("shared_text.id")),
-    Column("partial", Boolean, nullable=False, server_default=false()),
-    Column("whole", String(40), nullable=False, index=True, server_default=text("''")),
-)
+RUN = metadata.tables["run"]
 
 #: The cells of a run; excluded ones have a reason.
-PLANNED = Table(
-    "planned",
-    metadata,
-    Column("run_id", ForeignKey("run.id"), primary_key=True),
-    Column("cell_id", ForeignKey("cell.id"), primary_key=True),
-    Column("position", Integer, nullable=False),
-    Column("excluded", Text),
-    sqlite_with_rowid=False,
-)
+PLANNED = metadata.tables["planned"]
 
 #: The last columns count the tests by outcome, so that a summary needs no other table.
-RESULT = Table(
-    "result",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("run_id", Integer, nullable=False),
-    Column("cell_id", Integer, nullable=False, index=True),
-    Column("attempt", Integer, nullable=False),
-    Column("verdict", String(20), nullable=False),
-    Column("kind", String(20)),
-    Column("reason", Text, nullable=False),
-    Column("started", Utc, nullable=False),
-    Column("seconds", Float, nullable=False),
-    Column("environment_id", ForeignKey("shared_text.id")),
-    Column("pins_id", ForeignKey("shared_text.id")),
-    Column("command_id", ForeignKey("shared_text.id")),
-    *(
-        Column(outcome, Integer, nullable=False)
-        for outcome in ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
-    ),
-    *(Column(outcome, Integer, nullable=False, server_default="0") for outcome in ("flaky", "known")),
-    UniqueConstraint("run_id", "cell_id", "attempt"),
-    ForeignKeyConstraint(["run_id", "cell_id"], ["planned.run_id", "planned.cell_id"]),
-)
+RESULT = metadata.tables["result"]
 
 #: For each cell its newest result in whole runs: one whose tests ran if there is any, else one that was not run; without a
 #: result, its newest plan. `versions` are the exact versions of a result as JSON. Changed by `inserts`, with the results.
-NEWEST = Table(
-    "newest",
-    metadata,
-    Column("cell_id", ForeignKey("cell.id"), primary_key=True),
-    Column("run_id", Integer, nullable=False),
-    Column("result_id", ForeignKey("result.id")),
-    Column("versions", Text, nullable=False),
-    ForeignKeyConstraint(["run_id", "cell_id"], ["planned.run_id", "planned.cell_id"]),
-)
+NEWEST = metadata.tables["newest"]
 
-TEST = Table(
-    "test",
-    metadata,
-    Column("result_id", ForeignKey("result.id"), primary_key=True),
-    Column("position", Integer, primary_key=True),
-    Column("nodeid_id", ForeignKey("nodeid.id"), nullable=False),
-    Column("outcome", String(8), nullable=False),
-    Column("seconds", Float, nullable=False),
-    Column("message_id", ForeignKey("shared_text.id")),
-    sqlite_with_rowid=False,
-)
-Index(
-    "ix_test_failed",
-    TEST.c.result_id,
-    TEST.c.nodeid_id,
-    TEST.c.outcome,
-    sqlite_where=text(FAILED),
-    postgresql_where=text(FAILED),
-)
+TEST = metadata.tables["test"]
 
 #: The numbers that tests recorded.
-FIGURE = Table(
-    "figure",
-    metadata,
-    Column("result_id", ForeignKey("result.id"), primary_key=True),
-    Column("name", String(100), primary_key=True),
-    Column("nodeid_id", ForeignKey("nodeid.id"), nullable=False),
-    Column("value", Float, nullable=False),
-    Column("unit", String(40), nullable=False),
-    Column("better", String(6)),
-    sqlite_with_rowid=False,
-)
+FIGURE = metadata.tables["figure"]
 
-LOG = Table(
-    "log",
-    metadata,
-    Column("result_id", ForeignKey("result.id"), primary_key=True),
-    Column("content", Packed, nullable=False),
-)
+LOG = metadata.tables["log"]
 
-# The service's tables: tokens and submissions.
-
-#: The tokens for writing. The token itself isn't stored.
-TOKEN = Table(
-    "token",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("name", String(100), nullable=False, unique=True),
-    Column("digest", String(64), nullable=False, unique=True),
-    Column("scopes", String(100), nullable=False),
-    Column("created", Utc, nullable=False),
-    Column("expires", Utc),
-    Column("revoked", Utc),
-    Column("used", Utc),
-)
+#: The service's tokens for writing. The token itself isn't stored.
+TOKEN = metadata.tables["token"]
 
 #: The runs that wait for a service or are executed by one, in the order of `id`.
 #:
 #: `again`: the cells to repeat, with their attempts so far, as JSON. `claim`, `host` and `seen`: the service that executes the
 #: run, and when it last said so; null while the run waits. `running`: the cells that run now, with their beginnings, as JSON.
 #: `tries`: how often its execution began since its last result. `reason`: why the last one failed.
-SUBMISSION = Table(
-    "submission",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("run_id", ForeignKey("run.id"), nullable=False, unique=True),
-    Column("suite", Text, nullable=False),
-    Column("fingerprint", String(64), nullable=False),
-    Column("again", Text, nullable=False),
-    Column("claim", String(32)),
-    Column("host", Text, nullable=False, default=""),
-    Column("seen", Utc),
-    Column("running", Text, nullable=False, default="{}"),
-    Column("tries", Integer, nullable=False, default=0),
-    Column("reason", Text, nullable=False, default=""),
-)
+SUBMISSION = metadata.tables["submission"]
 
-# The tables of `watch`.
+#: Texts of `watch` by name, such as the atlas as JSON; the newest of a name is the current one.
+DOCUMENT = metadata.tables["document"]
 
-#: Texts by name, such as the atlas as JSON; the newest of a name is the current one.
-DOCUMENT = Table(
-    "document",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("name", String(100), nullable=False, index=True),
-    Column("made", Utc, nullable=False),
-    Column("content", Packed, nullable=False),
-)
-
-RELEASE_SEEN = Table(
-    "release_seen",
-    metadata,
-    Column("distribution", String(100), primary_key=True),
-    Column("version", String(100), primary_key=True),
-    Column("seen", Utc, nullable=False),
-    sqlite_with_rowid=False,
-)
+#: The releases that `watch` saw.
+RELEASE_SEEN = metadata.tables["release_seen"]

@@ -1,15 +1,16 @@
-"""The queries of the store, and the objects made from their rows."""
+"""The statements by which a store is read, and the objects made from their rows."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select
+from pydantic import TypeAdapter, ValidationError
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select, true
 
 from ..cells import AXES, Cell, parse_own
 from ..results import ENDED, CellResult, Figure, Test
@@ -46,12 +47,10 @@ NEWEST_FIRST = (RUN.c.id.desc(),)
 #: The condition that the tests of a result ran.
 HAS_ENDED = RESULT.c.verdict.in_(ENDED)
 
-#: As `Summary.rank`.
-RANK = case((HAS_ENDED, 0), (RESULT.c.verdict.is_not(None), 1), else_=2)
-
-#: Of the results of a cell in several runs, the one that counts first.
-COUNTS_FIRST = (RANK, RESULT.c.id.desc())
-COUNTS_LAST = (RANK.desc(), RESULT.c.id)
+#: Of the results of a cell in several runs, the one that counts first. The ranks are those of `Summary.rank`.
+_RANK = case((HAS_ENDED, 0), (RESULT.c.verdict.is_not(None), 1), else_=2)
+COUNTS_FIRST = (_RANK, RESULT.c.id.desc())
+COUNTS_LAST = (_RANK.desc(), RESULT.c.id)
 
 # Making an alias takes as long as a small query.
 _named, _later = RUN.alias(), RESULT.alias()
@@ -59,84 +58,44 @@ _same = and_(_later.c.run_id == RESULT.c.run_id, _later.c.cell_id == RESULT.c.ce
 #: The condition that a result is of the last attempt at its cell in its run.
 IS_LAST = ~select(_later.c.id).where(_same, _later.c.attempt > RESULT.c.attempt).correlate(RESULT).exists()
 
-#: The number of runs whose figures of a cell are read.
-_MEASURED = 100
-
 
 def of_run(*names: str) -> ColumnElement[bool]:
     """The condition that a run is a part of the same run as one of these."""
     return RUN.c.whole.in_(select(_named.c.whole).where(_named.c.name.in_(names)))
 
 
-def latest(query: Select[Any]) -> Select[Any]:
-    """`query` over the planned cells and their latest results."""
-    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id, IS_LAST)
-    return query.select_from(PLANNED).join(RUN, RUN.c.id == PLANNED.c.run_id).outerjoin(RESULT, own)
-
-
 @lru_cache(16)  # making a statement takes as long as executing it
-def summary(*more: Any, brief: bool = False) -> Select[Any]:
+def summary(*more: Any, brief: bool = False, every: bool = False) -> Select[Any]:
     """The planned cells with their latest results: the columns for `summary_of`, followed by `more`.
 
     Args:
         brief: without times, attempts and the numbers of tests that didn't fail.
+        every: every result instead, and no cells without one.
     """
     fields = _SUMMARY_FIELDS[:_BRIEF] if brief else _SUMMARY_FIELDS
-    return latest(select(*CELL_FIELDS, *fields, *more)).join(CELL, CELL.c.id == PLANNED.c.cell_id)
+    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id, true() if every else IS_LAST)
+    query = select(*CELL_FIELDS, *fields, *more).select_from(PLANNED).join(RUN, RUN.c.id == PLANNED.c.run_id)
+    return query.join(RESULT, own, isouter=not every).join(CELL, CELL.c.id == PLANNED.c.cell_id)
 
 
-def ends(run_name: str) -> Select[Any]:
-    """The key, verdict, kind and result of each planned cell, a fast way to find the cells that need a summary.
-
-    The result that counts is the last of those of a cell.
-    """
-    query = latest(select(PLANNED.c.cell_id, RESULT.c.verdict, RESULT.c.kind, RESULT.c.id))
-    return query.where(of_run(run_name)).order_by(*COUNTS_LAST)
+_ORDER = (*COUNTS_FIRST, *NEWEST_FIRST)
+_NUMBER = func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=_ORDER).label("number")
 
 
-def history(wanted: Cell) -> Select[Any]:
-    """Every result of a cell, with the columns of `summary` followed by the run's fields."""
-    return results(*RUN_FIELDS).where(CELL.c.name == wanted.name).order_by(*NEWEST_FIRST, RESULT.c.attempt.desc())
+def first(*more: Any, where: ColumnElement[bool]) -> Select[Any]:
+    """As `summary`, for the result of each cell that counts first, in all runs for which `where` is true."""
+    rows = summary(_NUMBER, *more).where(where).subquery()
+    return select(rows).where(rows.c.number == 1)
 
 
-def results(*more: Any) -> Select[Any]:
-    """Every result, with the columns of `summary` followed by `more`."""
-    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id)
-    query = select(*CELL_FIELDS, *_SUMMARY_FIELDS, *more).select_from(PLANNED).join(RESULT, own)
-    return query.join(RUN, RUN.c.id == PLANNED.c.run_id).join(CELL, CELL.c.id == PLANNED.c.cell_id)
-
-
-@cache
-def current() -> Select[Any]:
-    """As `summary`, for the newest result of each cell in whole runs, followed by the run's key and the exact versions."""
-    return with_newest(select(*CELL_FIELDS, *_SUMMARY_FIELDS, NEWEST.c.run_id, NEWEST.c.versions))
-
-
-def with_newest(query: Select[Any]) -> Select[Any]:
-    """`query` over the cells, with their newest results and plans."""
-    plan = and_(PLANNED.c.run_id == NEWEST.c.run_id, PLANNED.c.cell_id == NEWEST.c.cell_id)
-    query = query.select_from(NEWEST).join(CELL, CELL.c.id == NEWEST.c.cell_id).join(PLANNED, plan)
-    return query.outerjoin(RESULT, RESULT.c.id == NEWEST.c.result_id)
-
-
-def newest(run_names: Collection[str]) -> Select[Any]:
-    """As `summary`, for the newest result of each cell in the given runs, followed by the run's fields."""
-    order = (*COUNTS_FIRST, *NEWEST_FIRST)
-    number = func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=order).label("number")
-    every = summary(*RUN_FIELDS, number).where(of_run(*run_names)).subquery()
-    return select(*(column for column in every.c if column.name != "number")).where(every.c.number == 1)
-
-
-def totals(run_names: Collection[str]) -> Select[Any]:
-    """The number of cells in each state, by run."""
-    own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id)
-    last = func.max(RESULT.c.attempt).over(partition_by=(PLANNED.c.run_id, PLANNED.c.cell_id)).label("last")
-    unfinished = case((PLANNED.c.excluded.is_not(None), "excluded"), else_="unfinished")
-    state = func.coalesce(RESULT.c.verdict, unfinished).label("state")
-    every = select(RUN.c.name, state, RESULT.c.attempt, last).join_from(PLANNED, RUN).outerjoin(RESULT, own)
-    some = every.where(RUN.c.name.in_(run_names)).subquery()
-    query = select(some.c.name, some.c.state, func.count()).where(some.c.attempt.is_not_distinct_from(some.c.last))
-    return query.group_by(some.c.name, some.c.state)
+#: As `summary`, for the newest result of each cell in whole runs, followed by the run's key and the exact versions.
+CURRENT = (
+    select(*CELL_FIELDS, *_SUMMARY_FIELDS, NEWEST.c.run_id, NEWEST.c.versions)
+    .select_from(NEWEST)
+    .join(CELL, CELL.c.id == NEWEST.c.cell_id)
+    .join(PLANNED, and_(PLANNED.c.run_id == NEWEST.c.run_id, PLANNED.c.cell_id == NEWEST.c.cell_id))
+    .outerjoin(RESULT, RESULT.c.id == NEWEST.c.result_id)
+)
 
 
 def cell_of(row: Sequence[Any]) -> Cell:
@@ -150,15 +109,16 @@ def _cell(python: str, transformers: str, torch: str, flash_attention: str, devi
     return Cell(python, transformers, torch, flash_attention, device, parse_own(extra) if extra else ())
 
 
+_VERSIONS = TypeAdapter(dict[str, str])
+
+
 @lru_cache(20_000)
 def versions_of(text: str) -> Mapping[str, str]:
     """The exact versions of a result, from the column of `NEWEST`; none from a text that isn't one of versions."""
     try:
-        found = json.loads(text)
-    except (TypeError, ValueError, RecursionError):
+        return _VERSIONS.validate_json(text)
+    except ValidationError:
         return {}
-    valid = isinstance(found, dict) and all(isinstance(version, str) for version in found.values())
-    return found if valid else {}
 
 
 def summary_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
@@ -181,7 +141,7 @@ def environment_of(text: str | None) -> Mapping[str, Any]:
 
 
 def past_of(row: Sequence[Any]) -> Past:
-    """The result in a row of `newest` or `history`, which end with the run's fields."""
+    """The result in a row of `summary` that ends with the run's fields."""
     return Past(Run(*row[-len(RUN_FIELDS) :]), summary_of(row)[1])
 
 
@@ -207,7 +167,7 @@ def read_result(
     if row is None:
         return None
     figures: dict[int, list[Figure]] = {}
-    query = select(FIGURE.c.nodeid_id, *_FIGURE_FIELDS).where(FIGURE.c.result_id == row.id, _is_finite())
+    query = select(FIGURE.c.nodeid_id, *_FIGURE_FIELDS).where(FIGURE.c.result_id == row.id, _IS_FINITE)
     for key, *fields in connection.execute(query.order_by(FIGURE.c.name)):
         figures.setdefault(key, []).append(Figure(*fields))
     query = select(NODEID.c.id, NODEID.c.name, TEST.c.outcome, TEST.c.seconds, TEXT.c.content).join_from(TEST, NODEID)
@@ -248,7 +208,7 @@ def measured(*conditions: Any) -> Select[Any]:
     query = select(*CELL_FIELDS, RESULT.c.environment_id, FIGURE.c.result_id, *_FIGURE_FIELDS, *RUN_FIELDS)
     query = query.select_from(FIGURE).join(RESULT, RESULT.c.id == FIGURE.c.result_id)
     query = query.join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
-    return query.where(*conditions, _is_finite()).order_by(RUN.c.id, RESULT.c.attempt, FIGURE.c.name)
+    return query.where(*conditions, _IS_FINITE).order_by(RUN.c.id, RESULT.c.attempt, FIGURE.c.name)
 
 
 def figure_of(row: Any) -> tuple[Cell, Figure, Run, Any]:
@@ -259,31 +219,8 @@ def figure_of(row: Any) -> tuple[Cell, Figure, Run, Any]:
 
 _run = lru_cache(1000)(Run)
 
-
-def measured_lately(cell: Cell) -> ColumnElement[bool]:
-    """The condition that a figure is one of the newest of a cell: of the last runs that measured any."""
-    run = RUN.alias()
-    query = select(FIGURE.c.name).join(RESULT, RESULT.c.id == FIGURE.c.result_id)
-    query = query.join(CELL, CELL.c.id == RESULT.c.cell_id).where(CELL.c.name == cell.name, RESULT.c.run_id == run.c.id)
-    runs = select(run.c.id).where(query.correlate(run).exists()).order_by(run.c.id.desc()).limit(_MEASURED)
-    return and_(CELL.c.name == cell.name, RUN.c.id.in_(runs))
-
-
-def _is_finite() -> ColumnElement[bool]:
-    """A store of unknown origin may have any value."""
-    return func.abs(FIGURE.c.value) <= sys.float_info.max
-
-
-def planned(run_name: str) -> Select[Any]:
-    """The cells of a run, in order, each with the reason if it is excluded."""
-    query = select(*CELL_FIELDS, PLANNED.c.excluded).join_from(PLANNED, CELL).join(RUN, RUN.c.id == PLANNED.c.run_id)
-    return query.where(RUN.c.name == run_name).order_by(PLANNED.c.position)
-
-
-def attempts(run_name: str) -> Select[Any]:
-    """The cells and attempts of a run's results, oldest first."""
-    query = select(*CELL_FIELDS, RESULT.c.attempt).select_from(RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
-    return query.join(RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.name == run_name).order_by(RESULT.c.id)
+#: A store of unknown origin may have any value.
+_IS_FINITE = func.abs(FIGURE.c.value) <= sys.float_info.max
 
 
 def chunks(values: Iterable[T]) -> Iterator[list[T]]:

@@ -61,17 +61,6 @@ class Run(NamedTuple):
         return str(options_of(self.command).get("suite", "default"))
 
 
-class Provenance(NamedTuple):
-    """The origin of a run, as `Store.new_run` takes it."""
-
-    axes: str = ""
-    command: str = ""
-    label: str = ""
-    host: str = ""
-    revision: str = ""
-    partial: bool = False
-
-
 class Summary(NamedTuple):
     """A cell in a run, without its tests and its log. If it has no verdict, only `reason` is meaningful.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
 
-from sqlalchemy import ColumnElement, Connection, Table, delete, except_, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import Connection, delete, except_, select, update
 
 from . import inserts
 from .models import CELL, NEWEST, NODEID, RESULT, RUN, SUBMISSION, TEXT, metadata
@@ -50,6 +49,7 @@ def _running(name: str) -> StateError:
 
 def _delete(connection: Connection, name: str) -> bool:
     """Delete a run and every row that refers to it or to its results, whichever table has it; false if it hasn't ended."""
+    inserts.lock(connection)
     key = inserts.key(connection, name)
     waits = select(SUBMISSION.c.id).where(SUBMISSION.c.run_id == key).exists()
     ended = RUN.c.id == key, RUN.c.state != "running", ~waits
@@ -58,8 +58,8 @@ def _delete(connection: Connection, name: str) -> bool:
     results = select(RESULT.c.id).where(RESULT.c.run_id == key)
     shown = connection.scalars(select(NEWEST.c.cell_id).where(NEWEST.c.run_id == key)).all()
     for table in reversed(metadata.sorted_tables):
-        for conditions in _references(table, RESULT.c.id):
-            connection.execute(delete(table).where(conditions.in_(results)))
+        if "result_id" in table.c:
+            connection.execute(delete(table).where(table.c.result_id.in_(results)))
         if "run_id" in table.c:
             connection.execute(delete(table).where(table.c.run_id == key))
     connection.execute(delete(RUN).where(RUN.c.id == key))
@@ -67,25 +67,12 @@ def _delete(connection: Connection, name: str) -> bool:
     return True
 
 
-def _references(table: Table, to: ColumnElement[int]) -> Iterator[ColumnElement[int]]:
-    """The columns of a table that refer to a column."""
-    return (foreign.parent for foreign in table.foreign_keys if foreign.column is to)
-
-
 def _sweep(store: Store) -> None:
     """Delete the texts, the names of tests and the cells to which no row refers."""
     for owner in (TEXT, NODEID, CELL):
-        for last in (False, False, True):
-            try:
-                with store.writing() as connection:
-                    _delete_unused(connection, owner)
-                break
-            except IntegrityError:  # a result that uses one of them was stored meanwhile
-                if last:
-                    raise
-
-
-def _delete_unused(connection: Connection, owner: Table) -> None:
-    columns = [column for table in metadata.sorted_tables for column in _references(table, owner.c.id)]
-    used = (select(column).where(column.is_not(None)) for column in columns)
-    connection.execute(delete(owner).where(owner.c.id.in_(except_(select(owner.c.id), *used))))
+        references = (key for table in metadata.sorted_tables for key in table.foreign_keys)
+        columns = [key.parent for key in references if key.column is owner.c.id]
+        used = (select(column).where(column.is_not(None)) for column in columns)
+        with store.writing() as connection:
+            inserts.lock(connection)
+            connection.execute(delete(owner).where(owner.c.id.in_(except_(select(owner.c.id), *used))))

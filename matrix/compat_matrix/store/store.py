@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,16 +13,19 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Select, and_, false, or_, select, text, true, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import Connection, Engine, Select, and_, case, false, func, or_, select, text, true, update
 
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import CellResult, Figure
 from ..words import plural
 from . import database, foreign, inserts, queries
-from .models import CELL, FAILED, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
-from .records import Comparison, Measured, Newest, Past, Provenance, Run, State, Summary
+from .foreign import check_schema
+from .models import CELL, FAILED, FIGURE, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .records import Comparison, Measured, Newest, Past, Run, State, Summary
+
+#: The number of runs whose figures of a cell are read.
+_MEASURED = 100
 
 
 class Store:
@@ -41,11 +45,10 @@ class Store:
 
         Args:
             url: a SQLAlchemy URL; a plain path is a SQLite file.
-            create: create the store if it doesn't exist.
             foreign: check the schema of a SQLite file first: it may be from anywhere.
 
         Raises:
-            MatrixError: it can't be reached or written, is corrupt, isn't a store, or is from a newer version; or it doesn't
+            MatrixError: it can't be reached or written, is corrupt, isn't a store, or is from another version; or it doesn't
                 exist and `create` is false.
         """
         parsed = database.parse(url)
@@ -53,7 +56,9 @@ class Store:
         with database.explained(name):
             engine = database.connect(parsed, create=create)
             try:
-                database.migrate(engine, create=create, foreign=foreign)
+                if foreign:
+                    check_schema(engine)
+                database.migrate(engine, create=create)
             except BaseException:
                 engine.dispose()
                 raise
@@ -92,6 +97,7 @@ class Store:
         host: str = "",
         revision: str = "",
         partial: bool = False,
+        submission: Mapping[str, str] | None = None,
     ) -> str:
         """Create a run of cells; returns its id.
 
@@ -100,10 +106,17 @@ class Store:
             axes: the text of the axes file.
             label: a name for the run, which need not be unique.
             partial: whether its cells run less than their default suite; `current` and ``latest`` leave such runs out.
+            submission: the ``suite`` and the ``fingerprint`` of a run that waits for a service.
         """
+        started = datetime.now(timezone.utc)
         with self.writing() as connection:
-            given = Provenance(axes, command, label, host, revision, partial)
-            _, name = inserts.begin(connection, cells, excluded, given)
+            name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+            while connection.scalar(select(RUN.c.id).where(RUN.c.name == name)) is not None:
+                name = f"{name[:15]}-{secrets.token_hex(2)}"
+            run = Run(name, started, None, "running", label, command, host, revision, partial)
+            key = inserts.new_run(connection, run, axes, [*dict.fromkeys(cells)], excluded)
+            if submission is not None:
+                inserts.submit(connection, key, **submission, again={})
         return name
 
     def add(self, run: str, found: CellResult) -> None:
@@ -111,14 +124,8 @@ class Store:
 
         A cell that the run didn't plan is added to it.
         """
-        for last in (False, True):
-            try:
-                with self.writing() as connection:
-                    inserts.add_result(connection, inserts.key(connection, run), found)
-                return
-            except IntegrityError:  # another process has stored it meanwhile
-                if last:
-                    raise
+        with self.writing() as connection:
+            inserts.add_result(connection, inserts.key(connection, run), found)
 
     def finish(self, run: str, state: str) -> None:
         """Set the state of a run, such as ``finished`` or ``interrupted``, or ``running`` to continue it."""
@@ -192,12 +199,10 @@ class Store:
         Args:
             brief: in any order, and without times, attempts and the numbers of tests that didn't fail; which is faster.
         """
-        query = queries.summary(brief=brief).where(queries.of_run(run))
+        order = () if brief else (RUN.c.id, PLANNED.c.position)
+        query = queries.summary(brief=brief).where(queries.of_run(run)).order_by(*order)
         with self.reading() as connection:
-            if brief:
-                found = _counting(connection, query, made=queries.brief_of)
-            else:
-                found = _counting(connection, query, RUN.c.id, PLANNED.c.position)
+            found = _counting(connection, query, queries.brief_of if brief else queries.summary_of)
             if not found:
                 inserts.key(connection, run)
         return found
@@ -217,16 +222,19 @@ class Store:
             both = [
                 (before[key][2], after[key][2])
                 for key in before.keys() & after.keys()
-                if before[key][0] == after[key][0] == "failed"
+                if before[key][0] == after[key][0] == "failed" and before[key] != after[key]
             ]
-            broke = _failed_once(connection, {now: was for was, now in both if now != was})
-            mended = _failed_once(connection, {was: now for was, now in both if now != was})
+            mended, broke = _failed_once(connection, both), _failed_once(connection, [pair[::-1] for pair in both])
         return Comparison(cells, broke, mended)
 
     def _ends(self, connection: Connection, run: str) -> dict[int, tuple[str | None, str | None, int]]:
-        """Verdict, kind and key of the results that count, by the key of the cell."""
+        """Verdict, kind and key of the results that count, by the key of the cell: faster than summaries."""
         inserts.key(connection, run)
-        return {row[0]: (row[1], row[2], row[3]) for row in connection.execute(queries.ends(run))}
+        query = queries.summary().where(queries.of_run(run)).order_by(*queries.COUNTS_LAST)
+        rows = connection.execute(
+            query.with_only_columns(PLANNED.c.cell_id, RESULT.c.verdict, RESULT.c.kind, RESULT.c.id)
+        )
+        return {row[0]: (row[1], row[2], row[3]) for row in rows}
 
     def current(self, runs: Collection[str] | None = None) -> dict[Cell, Past]:
         """Every cell, sorted, with its newest result in all whole runs, or in the given runs.
@@ -236,18 +244,17 @@ class Store:
         if runs is None:
             return {one.cell: one.past for one in sorted(self.newest())}
         with self.reading() as connection:
-            rows = connection.execute(queries.newest(runs)).all()
+            rows = connection.execute(queries.first(*queries.RUN_FIELDS, where=queries.of_run(*runs))).all()
         return dict(sorted((queries.cell_of(row), queries.past_of(row)) for row in rows))
 
     def newest(self, cells: Collection[Mapping[str, str]] = ({},)) -> list[Newest]:
         """As `current`, with the exact versions, for the cells with any of these combinations of values of axes."""
         wanted = or_(false(), *(and_(true(), *(CELL.c[axis] == value for axis, value in one.items())) for one in cells))
         with self.reading() as connection:
-            rows = connection.execute(queries.current().where(wanted)).all()
-            keys = {row.run_id for row in rows}
+            rows = connection.execute(queries.CURRENT.where(wanted)).all()
             runs: dict[int, Run] = {}
-            for some in queries.chunks(keys):
-                query: Select[Any] = select(RUN.c.id, *queries.RUN_FIELDS).where(RUN.c.id.in_(some))
+            for keys in queries.chunks({row.run_id for row in rows}):
+                query: Select[Any] = select(RUN.c.id, *queries.RUN_FIELDS).where(RUN.c.id.in_(keys))
                 runs |= {row[0]: Run(*row[1:]) for row in connection.execute(query)}
         found = ((*queries.summary_of(row), row) for row in rows)
         return [
@@ -257,10 +264,13 @@ class Store:
     def totals(self, runs: Iterable[str]) -> dict[str, Counter[State]]:
         """The number of cells in each state, for each of these runs."""
         totals: dict[str, Counter[State]] = {one: Counter() for one in runs}
+        without = case((PLANNED.c.excluded.is_not(None), "excluded"), else_="unfinished")
+        state = func.coalesce(RESULT.c.verdict, without).label("state")
+        query = queries.summary().with_only_columns(RUN.c.name, state, func.count()).group_by(RUN.c.name, state)
         with self.reading() as connection:
             for names in queries.chunks(totals):
-                for name, state, count in connection.execute(queries.totals(names)):
-                    totals[name][state] = count
+                for name, found, count in connection.execute(query.where(RUN.c.name.in_(names))):
+                    totals[name][found] = count
         return totals
 
     def unfinished(self, run: str) -> list[Cell]:
@@ -302,17 +312,16 @@ class Store:
                 found.setdefault(cell, []).append(figure)
         return found
 
-    def measured(self, *, cell: Cell | None = None, runs: Collection[str] | None = None) -> dict[Cell, list[Measured]]:
-        """Figures by cell, in the order received: those in the given runs, or the newest of one cell.
-
-        Args:
-            cell: only this cell; without `runs`, its figures in the last 100 runs that measured any.
-        """
-        conditions = [] if runs is None else [queries.of_run(*runs)]
-        if cell is not None:
-            conditions.append(CELL.c.name == cell.name if conditions else queries.measured_lately(cell))
+    def measured(self, *, cell: Cell | None = None, runs: Collection[str] = ()) -> dict[Cell, list[Measured]]:
+        """Figures by cell, in the order received: those in the given runs, or of one cell in the last 100 runs that measured any."""
+        if cell is None:
+            wanted = queries.of_run(*runs)
+        else:
+            last = select(RESULT.c.run_id).join_from(FIGURE, RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
+            last = last.where(CELL.c.name == cell.name).distinct().order_by(RESULT.c.run_id.desc()).limit(_MEASURED)
+            wanted = and_(CELL.c.name == cell.name, RUN.c.id.in_(last))
         with self.reading() as connection:
-            rows = connection.execute(queries.measured(*conditions)).all()
+            rows = connection.execute(queries.measured(wanted)).all()
             texts = queries.texts_of(connection, (row.environment_id for row in rows))
         devices = {key: str(queries.environment_of(content).get("device", "")) for key, content in texts.items()}
         found: dict[Cell, list[Measured]] = {}
@@ -322,7 +331,8 @@ class Store:
 
     def history(self, cell: Cell, *, run: str | None = None, limit: int | None = None) -> list[Past]:
         """Attempts at a cell, in one run or in all, the newest part of a run and its latest attempt first; at most `limit`."""
-        query = queries.history(cell).limit(limit)
+        query = queries.summary(*queries.RUN_FIELDS, every=True).where(CELL.c.name == cell.name).limit(limit)
+        query = query.order_by(*queries.NEWEST_FIRST, RESULT.c.attempt.desc())
         if run is not None:
             query = query.where(queries.of_run(run))
         with self.reading() as connection:
@@ -340,44 +350,40 @@ class Store:
             MatrixError: a part of what is lacking isn't valid. Then nothing has been copied.
         """
         with other.reading() as there:
-            names = [one for one in foreign.run_names(there) if runs is None or one in runs]
-            found = {name: foreign.run(there, name) for name in names}
-        lacking = {name: self._lacking(other, name) for name in names}
-        for name, attempts in lacking.items():
-            if stray := next((cell for cell, _ in attempts if cell not in found[name][2]), None):
-                raise MatrixError(
-                    f"the store {other.name}: run {name} has a result of {stray}, which it hasn't planned"
-                )
-            with other.reading() as there:
-                for one in attempts:
-                    foreign.result(there, name, *one)
-        return [name for name in names if self._merge(other, *found[name], lacking[name])]
+            found = [one for one in foreign.runs(there) if runs is None or one.run.id in runs]
+        lacking = [(one, self._lacking(one)) for one in found]
+        with other.reading() as there:
+            for one, attempts in lacking:
+                for attempt in attempts:
+                    foreign.result(there, one.run.id, *attempt)
+        return [one.run.id for one, attempts in lacking if self._merge(other, one, attempts)]
 
-    def _lacking(self, other: Store, run: str) -> list[tuple[Cell, int]]:
-        """The cells and attempts of the results of a run that this store lacks, in the order the other received them."""
+    def _lacking(self, theirs: foreign.Copied) -> list[tuple[Cell, int]]:
+        """The cells and attempts of the results of a run that this store lacks."""
+        query = select(*queries.CELL_FIELDS, RESULT.c.attempt).join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
+        query = query.join(RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.name == theirs.run.id)
         with self.reading() as connection:
-            here = {(queries.cell_of(row), row.attempt) for row in connection.execute(queries.attempts(run))}
-        with other.reading() as connection:
-            return [one for one in foreign.attempts(connection, run) if one not in here]
+            here = {(queries.cell_of(row), row.attempt) for row in connection.execute(query)}
+        return [one for one in theirs.attempts if one not in here]
 
-    def _merge(
-        self, other: Store, theirs: Run, axes: str, planned: Mapping[Cell, str | None], lacking: list[tuple[Cell, int]]
-    ) -> bool:
+    def _merge(self, other: Store, theirs: foreign.Copied, lacking: list[tuple[Cell, int]]) -> bool:
         """Copy a run and its lacking results; returns whether something has changed."""
+        run, axes, planned, _ = theirs
         excluded = {cell: why for cell, why in planned.items() if why is not None}
         with self.writing() as connection, other.reading() as there:
-            query = select(RUN.c.id, RUN.c.finished).where(RUN.c.name == theirs.id)
+            inserts.lock(connection)
+            query = select(RUN.c.id, RUN.c.finished).where(RUN.c.name == run.id)
             ours = connection.execute(query).one_or_none()
             if ours is None:
-                key, changed = inserts.new_run(connection, theirs, axes, [*planned], excluded), True
+                key, changed = inserts.new_run(connection, run, axes, [*planned], excluded), True
             else:
                 key, changed = ours.id, inserts.plan(connection, ours.id, planned, excluded)
-                if theirs.finished and (ours.finished is None or ours.finished < theirs.finished):
-                    values = {"state": theirs.state, "finished": theirs.finished}
+                if run.finished and (ours.finished is None or ours.finished < run.finished):
+                    values = {"state": run.state, "finished": run.finished}
                     connection.execute(update(RUN).where(RUN.c.id == key).values(values))
                     changed = True
             for cell, attempt in lacking:
-                inserts.add_result(connection, key, foreign.result(there, theirs.id, cell, attempt))
+                inserts.add_result(connection, key, foreign.result(there, run.id, cell, attempt))
         return changed or bool(lacking)
 
     def export(self, runs: Collection[str], path: str | os.PathLike[str]) -> None:
@@ -391,22 +397,21 @@ class Store:
             self.run(one)
         if target.exists():
             raise MatrixError(f"{target} exists")
-        part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
         try:
-            with Store.open(str(part)) as store:
-                store.merge(self, runs)
-                store.single_file()
-            part.replace(target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
+                part = Path(folder, "store.db")
+                with Store.open(str(part)) as store:
+                    store.merge(self, runs)
+                    store.single_file()
+                part.replace(target)
         except OSError as error:
             raise MatrixError(f"{target} can't be written: {error}") from error
-        finally:
-            for left in target.parent.glob(f"{part.name}*"):
-                left.unlink()
 
     def single_file(self) -> None:
         """Merge SQLite's write-ahead log into the file, which can then be copied, and read on read-only media."""
         with database.explained(self.name):
-            database.single_file(self._engine)
+            database.set_journal(self._engine, "DELETE")
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -424,53 +429,36 @@ class Store:
 def _counting(
     connection: Connection,
     query: Select[Any],
-    *order: Any,
     made: Callable[[Sequence[Any]], tuple[Cell, Summary]] = queries.summary_of,
 ) -> dict[Cell, Summary]:
     """The summaries that count, of the rows of `queries.summary` for one run."""
     found: dict[Cell, Summary] = {}
     number = 0
-    for rows in connection.execute(query.order_by(*order)).partitions(
-        1000
-    ):  # all at once, garbage collection would take long
+    for rows in connection.execute(query).partitions(1000):  # all at once, garbage collection would take long
         found.update(map(made, rows))
         number += len(rows)
     if len(found) < number:  # several parts have a cell
-        found.update(map(made, connection.execute(query.order_by(*queries.COUNTS_LAST))))
+        found.update(map(made, connection.execute(query.order_by(None).order_by(*queries.COUNTS_LAST))))
     return found
 
 
-def _failed_once(connection: Connection, results: Mapping[int, int]) -> dict[Cell, list[str]]:
-    """The tests that failed in these results and not in the others, but ran there; by cell, sorted.
-
-    Args:
-        results: the keys of pairs of results of a cell.
-    """
+def _failed_once(connection: Connection, pairs: Iterable[tuple[int, int]]) -> dict[Cell, list[str]]:
+    """The tests that failed in the first result of a pair and not in the second, but ran there; by cell, sorted."""
     found: dict[Cell, list[str]] = {}
-    for some in queries.chunks(results.items()):
+    for some in queries.chunks(pairs):
         failed: dict[int, set[int]] = {key: set() for pair in some for key in pair}
-        for result, test in connection.execute(_tests(failed).where(text(f"test.{FAILED}"))):
+        query = select(TEST.c.result_id, TEST.c.nodeid_id).where(TEST.c.result_id.in_(failed))
+        for result, test in connection.execute(query.where(text(f"test.{FAILED}"))):
             failed[result].add(test)
-        once = {other: (one, tests) for one, other in some if (tests := failed[one] - failed[other])}
-        both = [
-            (once[other][0], test)
-            for other, test in connection.execute(_tests(once).where(TEST.c.outcome != "skipped"))
-            if test in once[other][1]
-        ]
-        cells = select(*queries.CELL_FIELDS, RESULT.c.id).join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
-        rows = connection.execute(cells.where(RESULT.c.id.in_({one for one, _ in both})))
-        of_result = {row[-1]: queries.cell_of(row) for row in rows}
-        names: dict[int, str] = {}
-        for keys in queries.chunks({test for _, test in both}):
-            names |= dict(connection.execute(select(NODEID.c.id, NODEID.c.name).where(NODEID.c.id.in_(keys))).all())
-        for one, test in both:
-            found.setdefault(of_result[one], []).append(names[test])
+        once = {other: tests for one, other in some if (tests := failed[one] - failed[other])}
+        ran = select(*queries.CELL_FIELDS, TEST.c.result_id, TEST.c.nodeid_id, NODEID.c.name).join_from(TEST, NODEID)
+        ran = ran.join(RESULT, RESULT.c.id == TEST.c.result_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
+        ran = ran.where(TEST.c.result_id.in_(once), TEST.c.outcome != "skipped")
+        for keys in queries.chunks(set[int]().union(*once.values())):
+            for row in connection.execute(ran.where(TEST.c.nodeid_id.in_(keys))):
+                if row.nodeid_id in once[row.result_id]:
+                    found.setdefault(queries.cell_of(row), []).append(row.name)
     return {cell: sorted(tests) for cell, tests in found.items()}
-
-
-def _tests(results: Iterable[int]) -> Select[Any]:
-    """The result and the key of the name of each test of some results."""
-    return select(TEST.c.result_id, TEST.c.nodeid_id).where(TEST.c.result_id.in_([*results]))
 
 
 def _some(ids: Sequence[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import NamedTuple
 
@@ -43,19 +42,6 @@ class Waiting(NamedTuple):
     reason: str
 
 
-def insert(connection: Connection, run: int, suite: str, fingerprint: str, again: Mapping[Cell, int]) -> None:
-    """Let a run wait for a service.
-
-    Args:
-        run: its key.
-        fingerprint: the state of the project that it tests.
-        again: the cells to repeat, with their attempts so far; its unfinished cells are run in any case.
-    """
-    repeated = json.dumps({cell.name: attempts for cell, attempts in again.items()})
-    values = {"run_id": run, "suite": suite, "fingerprint": fingerprint, "again": repeated}
-    connection.execute(SUBMISSION.insert().values(values))
-
-
 def remove(connection: Connection, run: int) -> None:
     """Let a run wait no more; the service that executes it ends its cells within seconds. It is interrupted."""
     connection.execute(delete(SUBMISSION).where(SUBMISSION.c.run_id == run))
@@ -77,16 +63,6 @@ def cancel(store: Store, run: str) -> None:
             remove(connection, key)
     if not running:
         raise StateError(f"the run {run} has ended")
-
-
-def check_free(store: Store, run: str) -> None:
-    """Check that no service executes a run, or will.
-
-    Raises:
-        StateError: one does or will.
-    """
-    if any(one.run == run for one in waiting(store)):
-        raise StateError(f"the run {run} waits for a service or is executed by one: cancel it first")
 
 
 def waiting(store: Store) -> list[Waiting]:

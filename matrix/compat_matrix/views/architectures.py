@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kernel_compat.proving import table
 
@@ -23,42 +23,21 @@ LEGEND = {
 Verdict = tuple[str, Sequence[str]]
 
 
-class Span(NamedTuple):
-    """Consecutive releases on which a type has the same verdicts, the worst first.
-
-    Attributes:
-        releases: the releases; empty for all since the type's first one.
-    """
-
-    releases: str
-    verdicts: tuple[Verdict, ...]
+#: Consecutive releases, empty for all since the type's first one, with the verdicts that a type has there, the worst first.
+Span = tuple[str, Sequence[Verdict]]
 
 
-class Row(NamedTuple):
-    """A model type.
-
-    Attributes:
-        since: the first release in the table that has it.
-    """
-
-    model_type: str
-    since: str
-    spans: list[Span]
-
-
-def rows() -> Iterator[Row]:
-    """The model types, sorted."""
-    releases = table.releases()
-    known = {release: table.known(release) for release in releases}
-    write = Releases(releases)
+def rows() -> Iterator[tuple[str, str, list[Span]]]:
+    """The model types, sorted, each with the first release in the table that has it."""
+    every = table.releases()
+    known = {release: table.known(release) for release in every}
+    write = Releases(every)
     for name in sorted({name for types in known.values() for name in types}):
-        verdicts = [_verdicts(known[release].get(name)) for release in releases]
-        since = next(release for release, found in zip(releases, verdicts, strict=True) if found)
-        groups = [(some, verdicts[releases.index(some[0])]) for some in alike(releases, verdicts)]
-        all_since = releases[releases.index(since) :]
-        yield Row(
-            name, since, [Span("" if some == all_since else write(some), found) for some, found in groups if found]
-        )
+        verdicts = {release: _verdicts(known[release][name]) for release in every if name in known[release]}
+        since = next(iter(verdicts))
+        all_since = every[every.index(since) :]
+        groups = [some for some in alike(every, [verdicts.get(release) for release in every]) if some[0] in verdicts]
+        yield name, since, [("" if some == all_since else write(some), verdicts[some[0]]) for some in groups]
 
 
 def counts() -> dict[str, Counter[str]]:
@@ -69,9 +48,7 @@ def counts() -> dict[str, Counter[str]]:
     }
 
 
-def _verdicts(cases: Mapping[str, Sequence[str]] | None) -> tuple[Verdict, ...]:
-    if cases is None:
-        return ()
+def _verdicts(cases: Mapping[str, Sequence[str]]) -> tuple[Verdict, ...]:
     return tuple((word, cases[word]) for word in (*table.WORSE, "no recipe") if word in cases) or (("equal", ()),)
 
 
@@ -109,12 +86,13 @@ def document() -> str:
         table_line(release, *(str(found[word]) for word in ("types", *words))) for release, found in counts().items()
     ]
     lines += ["", "## Model types", "", "| type | since | |", "|---|---|---|"]
-    lines += [table_line(f"`{row.model_type}`", row.since, " / ".join(map(_span, row.spans))) for row in rows()]
+    lines += [table_line(f"`{name}`", since, " / ".join(map(_span, spans))) for name, since, spans in rows()]
     return "\n".join(lines) + "\n"
 
 
 def _span(span: Span) -> str:
-    return (f"{span.releases}: " if span.releases else "") + "; ".join(map(_verdict, span.verdicts))
+    releases, verdicts = span
+    return (f"{releases}: " if releases else "") + "; ".join(map(_verdict, verdicts))
 
 
 def _verdict(verdict: Verdict) -> str:

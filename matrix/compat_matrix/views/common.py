@@ -6,17 +6,17 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache
-from typing import Any
+from typing import TypeVar
 
 from packaging.version import InvalidVersion, Version
 from rich.console import Console
-from rich.segment import Segment, Segments
+from rich.text import Text
 
 from ..cells import VERSIONED, Cell, one_and_more
-from ..store import Run, State, Store, Summary
+from ..store import Run, Store, Summary
 from ..store.records import options_of
 
 KERNELS = {
@@ -28,22 +28,23 @@ KERNELS = {
 }
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 
-#: The colours of states. The words carry the meaning, and colours repeat it.
+#: The colours of states, in the order in which states and outcomes are counted. The words carry the meaning.
 STYLES = {
     "passed": "green",
     "flaky": "magenta",
     "known": "blue",
     "failed": "bold red",
+    "error": "bold red",
     "not run": "yellow",
+    "skipped": "",
+    "xfailed": "",
+    "xpassed": "",
     "unfinished": "cyan",
     "excluded": "dim",
 }
 
-#: The order in which states and outcomes are counted.
-ORDER = (
-    *("passed", "flaky", "known", "failed", "error", "not run"),
-    *("skipped", "xfailed", "xpassed", "unfinished", "excluded"),
-)
+#: The words for states in a terminal that aren't the state's own.
+_WORDS = {"passed": "ok", "unfinished": "open", "excluded": "-"}
 
 # Terminal control: a sequence with its parameters, a string with its terminator, or a single character.
 # A string contains no other sequence, so that text with a thousand unterminated ones is read once only.
@@ -51,6 +52,7 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b
 # Control characters except tab and newline, bidirectional controls, and surrogates.
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
+T = TypeVar("T")
 
 #: What the cells of a grid share besides Python: FlashAttention, device, and the project's own axes.
 Kind = tuple[str, str, tuple[tuple[str, str], ...]]
@@ -61,22 +63,10 @@ def open_store(url: str) -> Store:
     return Store.open(url, create=False)
 
 
-class Line:
-    """A line of output, as parts with a style each."""
-
-    def __init__(self, text: str = "", style: str = "") -> None:
-        self.parts = [(text, style)]
-
-    def add(self, text: str, style: str = "") -> Line:
-        """Append a part; returns the line."""
-        self.parts.append((text, style))
-        return self
-
-
-def section(title: str, lines: Iterable[str | Line]) -> list[Line]:
+def section(title: str, lines: Iterable[str | Text]) -> list[Text]:
     """A blank line, the title, and the lines, texts among them indented; nothing if there are none."""
-    found = [Line(f"    {line}") if isinstance(line, str) else line for line in lines]
-    return [Line(), Line(title, "bold"), *found] if found else []
+    found = [Text(f"    {line}") if isinstance(line, str) else line for line in lines]
+    return [Text(), Text(title, "bold"), *found] if found else []
 
 
 def aligned(rows: Collection[Sequence[str]]) -> list[str]:
@@ -90,30 +80,30 @@ def width() -> int:
     return Console().width if sys.stdout.isatty() else 100_000
 
 
-def show(lines: Iterable[Line]) -> None:
+def show(lines: Iterable[Text]) -> None:
     """Print lines without wrapping, in colour if the terminal supports it."""
     console = Console(highlight=False)
     if console.is_terminal:
-        style = cache(console.get_style)
-        segments = [Segment(text, style(look or "none")) for line in lines for text, look in [*line.parts, ("\n", "")]]
-        console.print(Segments(segments), crop=False, overflow="ignore", no_wrap=True, end="")
+        console.print(*lines, sep="\n", soft_wrap=True)
         return
-    plain = "\n".join("".join(text for text, _ in line.parts).rstrip() for line in lines)
     encoding = sys.stdout.encoding or "utf-8"
-    print(plain.encode(encoding, "replace").decode(encoding))
+    print("\n".join(line.plain.rstrip() for line in lines).encode(encoding, "replace").decode(encoding))
+
+
+def word(summary: Summary) -> str:
+    """A word or two for the state of a cell: of a failed one how it failed."""
+    state = summary.state
+    if state != "failed":
+        return "ok" if state == "passed" else state
+    bad = summary.failed + summary.error
+    kind = summary.kind or "failed"
+    return "install" if kind == "installation" else f"test {bad}" if kind == "test" and bad else kind
 
 
 def look(summary: Summary) -> tuple[str, str]:
-    """A word or two for a cell in a grid, and their style."""
-    return _look(summary.state, summary.kind, summary.failed + summary.error)
-
-
-@cache
-def _look(state: State, kind: str | None, bad: int) -> tuple[str, str]:
-    if state == "failed":
-        word = {"installation": "INSTALL", None: "FAILED"}.get(kind) or str(kind).upper()
-        return f"{word} {bad}" if kind == "test" and bad else word, STYLES[state]
-    return {"passed": "ok", "unfinished": "open", "excluded": "-"}.get(state, state), STYLES[state]
+    """The word for a cell in a terminal, and its style."""
+    state = summary.state
+    return word(summary).upper() if state == "failed" else _WORDS.get(state, state), STYLES[state]
 
 
 def kind(cell: Cell) -> Kind:
@@ -130,14 +120,34 @@ def kernel_name(kernel: str, device: str, extra: Iterable[tuple[str, str]] = ())
 def kernel_place(kind: Kind) -> tuple[object, ...]:
     """The sort key of FlashAttention, device and own axes in a grid; unknown words come last."""
     kernel, device, extra = kind
-    kernels, devices = [*KERNELS], [*DEVICES]
-    return (
-        kernels.index(kernel) if kernel in kernels else len(kernels),
-        kernel,
-        devices.index(device) if device in devices else len(devices),
-        device,
-        tuple((axis, version_key(value)) for axis, value in extra),
-    )
+    kernels, devices = [*KERNELS, kernel], [*DEVICES, device]
+    own = tuple((axis, version_key(value)) for axis, value in extra)
+    return kernels.index(kernel), kernel, devices.index(device), device, own
+
+
+def blocks(
+    cells: Mapping[Cell, T], exists: Callable[[T], bool], *, newest_first: bool = False, first: str = ""
+) -> Iterator[tuple[str, list[str], list[tuple[str, list[T | None]]]]]:
+    """The tables of a grid: a title, the torch of each column, and each row's transformers with what its cells have.
+
+    Cells with the same Python, FlashAttention, device and own axes are one table.
+
+    Args:
+        exists: whether a cell with this value exists; a table of which none exists is left out.
+        first: the torch whose column comes first.
+    """
+    grouped: dict[tuple[Kind, str], dict[tuple[str, str], T]] = {}
+    for cell, one in cells.items():
+        grouped.setdefault((kind(cell), cell.python), {})[cell.transformers, cell.torch] = one
+    step = -1 if newest_first else 1
+    pythons = by_version(python for _, python in grouped)[::step]
+    for shared, python in sorted(grouped, key=lambda key: (kernel_place(key[0]), pythons.index(key[1]))):
+        own = grouped[shared, python]
+        if any(map(exists, own.values())):
+            columns = sorted(by_version(torch for _, torch in own)[::step], key=lambda torch: torch != first)
+            releases = by_version(release for release, _ in own)[::step]
+            rows = [(release, [own.get((release, torch)) for torch in columns]) for release in releases]
+            yield f"Python {python}, {kernel_name(*shared)}", columns, rows
 
 
 def ordered(cells: Iterable[Cell]) -> list[Cell]:
@@ -214,34 +224,11 @@ def counted(states: Iterable[str] | Mapping[str, int]) -> str:
     """``12 passed, 1 failed``."""
     counts = Counter(states)
     words = {"error": "with an error"}
-    parts = [f"{counts[state]} {words.get(state, state)}" for state in ORDER if counts[state]]
-    return ", ".join(parts) or "none"
+    return ", ".join(f"{counts[state]} {words.get(state, state)}" for state in STYLES if counts[state]) or "none"
 
 
-def reproduce(cell: Cell, run: Run) -> str:
-    """The command that repeats a cell of a run."""
-    options = {name: value for name, value in options_of(run.command).items() if name != "latest"}
+def reproduce(cell: Cell, run: Run | None) -> str:
+    """The command that repeats a cell, as in a run."""
+    options = {name: value for name, value in options_of(run.command if run else "").items() if name != "latest"}
     words = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items()]
     return " ".join(["kernel-compat-matrix run", shlex.quote(cell.name), *words])  # a foreign store may have any name
-
-
-def as_json(run: Run) -> dict[str, Any]:
-    """A run as JSON, with times in ISO format."""
-    found = run._asdict()
-    return found | {key: found[key] and found[key].isoformat() for key in ("started", "finished")}
-
-
-def summary_as_json(cell: Cell, summary: Summary) -> dict[str, Any]:
-    """A cell in a run as JSON; everything except its name and state is null if it has no result."""
-    there = summary.verdict is not None
-    return {
-        "cell": cell.name,
-        **cell.axes,
-        "state": summary.state,
-        "kind": summary.kind,
-        "reason": summary.reason,
-        "started": summary.started.isoformat() if summary.started else None,
-        "seconds": summary.seconds if there else None,
-        "attempt": summary.attempt if there else None,
-        "tests": dict(summary.counts) if there else None,
-    }

@@ -6,23 +6,16 @@ import argparse
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby, product
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
 
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import ENDED
 from ..store import Past, Store
 from . import common
-
-
-class _Answer(NamedTuple):
-    """The properties that the cells of a row share."""
-
-    works: str
-    shims: tuple[str, ...]
+from .explain import shims
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,8 +47,8 @@ def write(path: Path, text: str) -> None:
 
 def document(store: Store, current: Mapping[Cell, Past]) -> str:
     """The document; it depends on nothing but the results."""
-    answers = {cell: _answer(store, cell, past) for cell, past in current.items()}
-    wholes = {past.run.whole for cell, past in current.items() if answers[cell]}
+    answers = {cell: _answer(store, cell, past) for cell, past in current.items() if past.summary.verdict in ENDED}
+    wholes = {current[cell].run.whole for cell in answers}
     runs = sorted((common.whole(store.parts(whole)) for whole in wholes), key=lambda one: (one.started, one.id))
     numbers = {found.id: number for number, found in enumerate(runs, 1)}
     # One order for all tables: a release that is missing in one of them ends the ranges there.
@@ -66,66 +59,48 @@ def document(store: Store, current: Mapping[Cell, Past]) -> str:
         "What each combination gave when its tests ran last, and the shims that were applied there. Combinations that gave the",
         "same are one row; `5.0 to 5.4` is every release between that is in the store. Written by `kernel-compat-matrix compatibility`: edits are lost.",
     ]
-    for kind in sorted({common.kind(cell) for cell, answer in answers.items() if answer}, key=common.kernel_place):
-        own = {cell: answer for cell, answer in answers.items() if answer and common.kind(cell) == kind}
+    for kind in sorted(set(map(common.kind, answers)), key=common.kernel_place):
         lines += ["", f"## {common.kernel_name(*kind)}", ""]
         lines += ["| transformers | torch | Python | | shims | tests passed | run |", "|---|---|---|---|---|---|---|"]
-        lines += [_line(cells, own, current, numbers, releases) for cells in _rows(own)]
+        own = {cell: answer for cell, answer in answers.items() if common.kind(cell) == kind}
+        for cells in _rows(own, ("transformers", "python", "torch")):
+            versions = [write([getattr(cell, axis) for cell in cells]) for axis, write in releases.items()]
+            counts = sorted({current[cell].summary.passed for cell in cells})
+            passed = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
+            named = ", ".join(map(str, sorted({numbers[current[cell].run.whole] for cell in cells})))
+            lines.append(table_line(*versions, *answers[cells[0]], passed, named))
     lines += ["", "## Runs", "", "| | run | date | host | revision |", "|---|---|---|---|---|"]
     for one in runs:
         lines.append(table_line(str(numbers[one.id]), one.id, f"{one.started:%Y-%m-%d}", one.host, one.revision))
     return "\n".join(lines) + "\n"
 
 
-def _answer(store: Store, cell: Cell, past: Past) -> _Answer | None:
-    """The properties of a cell; None if it is excluded or hasn't run."""
-    if past.summary.verdict not in ENDED:
-        return None
-    found = store.environment(past.run.id, cell).get("shims", {})
-    applied = tuple(sorted(name for name, shim in found.items() if shim.get("state") == "applied"))
-    if past.summary.verdict == "passed":
-        return _Answer("works", applied)
-    reason = common.one_line(past.summary.reason)
-    if past.summary.verdict != "failed":
-        return _Answer(f"{past.summary.verdict}: {reason}", applied)
-    return _Answer(f"fails: {past.summary.kind or 'test'}: {reason}", applied)
+def _answer(store: Store, cell: Cell, past: Past) -> tuple[str, str]:
+    """What the cells of a row share: whether it works, and the shims."""
+    summary = past.summary
+    applied = sorted(shim.name for shim in shims(store.environment(past.run.id, cell)) if shim.state == "applied")
+    how = f"fails: {summary.kind or 'test'}" if summary.verdict == "failed" else summary.verdict
+    works = "works" if summary.verdict == "passed" else f"{how}: {common.one_line(summary.reason)}"
+    return works, ", ".join(f"`{name}`" for name in applied) or "none"
 
 
-def _rows(answers: Mapping[Cell, _Answer]) -> Iterator[list[Cell]]:
-    """The cells of each row: of consecutive releases of transformers with the same properties; within those of Python; within those of torch."""
-    releases, pythons, torches = (
-        common.by_version(getattr(cell, axis) for cell in answers) for axis in ("transformers", "python", "torch")
-    )
-    there = {(cell.transformers, cell.python, cell.torch): cell for cell in answers}
-    given = {key: answers[cell] for key, cell in there.items()}
-    for some in alike(releases, [[given.get((tf, py, t)) for py in pythons for t in torches] for tf in releases]):
-        tf = some[0]
-        for some_pythons in alike(pythons, [[given.get((tf, py, t)) for t in torches] for py in pythons]):
-            py = some_pythons[0]
-            for some_torches in alike(torches, [given.get((tf, py, t)) for t in torches]):
-                if (tf, py, some_torches[0]) in there:
-                    yield [there[one] for one in product(some, some_pythons, some_torches)]
+def _rows(answers: Mapping[Cell, object], axes: Sequence[str]) -> Iterator[list[Cell]]:
+    """The cells of each row: of consecutive releases on the first axis with the same answers; within those on the next one."""
+    if not axes:
+        yield [*answers]
+        return
+    found: dict[str, dict[tuple[str, ...], object]] = {}
+    for cell, answer in answers.items():
+        rest = tuple(getattr(cell, axis) for axis in axes[1:])
+        found.setdefault(getattr(cell, axes[0]), {})[rest] = answer
+    releases = common.by_version(found)
+    for some in alike(releases, [found[release] for release in releases]):
+        yield from _rows({cell: answers[cell] for cell in answers if getattr(cell, axes[0]) in some}, axes[1:])
 
 
 def alike(values: Sequence[str], answers: Sequence[object]) -> list[list[str]]:
     """The values in order, consecutive ones with the same properties grouped."""
     return [[value for value, _ in group] for _, group in groupby(zip(values, answers, strict=True), key=itemgetter(1))]
-
-
-def _line(
-    cells: Sequence[Cell],
-    answers: Mapping[Cell, _Answer],
-    current: Mapping[Cell, Past],
-    numbers: Mapping[str, int],
-    releases: Mapping[str, Releases],
-) -> str:
-    versions = [write(common.by_version(getattr(cell, axis) for cell in cells)) for axis, write in releases.items()]
-    answer = answers[cells[0]]
-    shims = ", ".join(f"`{name}`" for name in answer.shims) or "none"
-    counts = sorted({current[cell].summary.passed for cell in cells})
-    passed = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
-    runs = ", ".join(map(str, sorted({numbers[current[cell].run.whole] for cell in cells})))
-    return table_line(*versions, answer.works, shims, passed, runs)
 
 
 def table_line(*fields: str) -> str:
@@ -141,8 +116,9 @@ class Releases:
         minors = sorted({common.version_key(version)[0].release[:2] for version in versions})
         self._place = {minor: place for place, minor in enumerate(minors)}
 
-    def __call__(self, versions: Sequence[str]) -> str:
+    def __call__(self, some: Iterable[str]) -> str:
         """The releases as text."""
+        versions = common.by_version(some)
         numbered = [(self._place[common.version_key(one)[0].release[:2]] - n, one) for n, one in enumerate(versions)]
         groups = [[one for _, one in group] for _, group in groupby(numbered, key=itemgetter(0))]
         return ", ".join(f"{some[0]} to {some[-1]}" if len(some) > 2 else ", ".join(some) for some in groups)

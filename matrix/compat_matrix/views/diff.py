@@ -3,99 +3,63 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
+
+from rich.text import Text
 
 from ..cells import Cell
 from ..errors import MatrixError
-from ..results import ENDED, Figure
+from ..results import ENDED
 from ..store import Store, Summary
 from . import common, trend
+from .facts import CellChange, Changes, FigureChange, Run, as_json
 
 T = TypeVar("T")
 
 #: The number of runs, up to the old one, from which the noise of figures is known.
 _RUNS = 50
 
-
-class Change(NamedTuple):
-    """A cell before and after; None if the run doesn't have it."""
-
-    cell: Cell
-    old: Summary | None
-    new: Summary | None
-
-
-class FigureChange(NamedTuple):
-    """A figure whose value in the new run is beyond the noise of the runs up to the old one."""
-
-    cell: Cell
-    figure: Figure
-    noise: trend.Noise
-
-
-class Diff(NamedTuple):
-    """The changes between two runs. Cells that ended alike are left out, except for the tests of those that failed both times.
-
-    Attributes:
-        broke: cells that didn't fail, and fail now.
-        mended: cells that failed, were flaky or failed as known, and pass now.
-        changed: cells that failed, and fail differently now; or that are flaky or fail as known now.
-        new: cells that ended in the new run only.
-        gone: cells that ended in the old run only: not planned any more, not finished, or not run.
-        tests_broke, tests_mended: for cells that failed both times, the tests that ran both times and failed once.
-        figures: figures that changed.
-        too_few: the number of figures of which too few runs are there to know their noise.
-    """
-
-    broke: list[Change]
-    mended: list[Change]
-    changed: list[Change]
-    new: list[Change]
-    gone: list[Change]
-    tests_broke: dict[Cell, list[str]]
-    tests_mended: dict[Cell, list[str]]
-    figures: list[FigureChange]
-    too_few: int
-
-    @property
-    def something_broke(self) -> bool:
-        """Whether a cell broke, or a test in a cell that failed both times."""
-        return bool(self.broke or self.tests_broke)
-
-
+#: The lists of `Changes`, as they are shown.
 TITLES = {
     "broke": "Broke",
     "mended": "Mended",
     "changed": "Ended in another way",
-    "new": "New",
+    "appeared": "New",
     "gone": "Gone",
 }
 
 
-def compare(store: Store, old: str, new: str) -> Diff:
+def compare(store: Store, old: str, new: str) -> Changes:
     """The changes from one run to another, by their ids.
 
     Raises:
         MatrixError: a run doesn't exist, or they ran different suites.
     """
-    suites = [(run, store.run(run).suite) for run in (old, new)]
-    if suites[0][1] != suites[1][1]:
-        said = " and ".join(f"{run} (suite {common.one_line(suite, 60)})" for run, suite in suites)
+    runs = [store.run(run) for run in (old, new)]
+    if runs[0].suite != runs[1].suite:
+        said = " and ".join(f"{run.id} (suite {common.one_line(run.suite, 60)})" for run in runs)
         raise MatrixError(f"{said} ran different tests and can't be compared")
     ends, tests_broke, tests_mended = store.compare(old, new)
-    diff = Diff([], [], [], [], [], _in_order(tests_broke), _in_order(tests_mended), *_compare_figures(store, old, new))
+    figures, too_few = _figures(store, runs[0].whole, runs[1].whole) if old != new else ([], 0)
+    found = Changes(
+        old=Run.model_validate(runs[0]),
+        new=Run.model_validate(runs[1]),
+        tests_broke=_in_order(tests_broke),
+        tests_mended=_in_order(tests_mended),
+        figures=figures,
+        figures_with_too_few_runs=too_few,
+    )
     for cell, (was, now) in _in_order(ends).items():
         before, after = _ended(was), _ended(now)
         if before is None or after is None:
-            into = diff.new if after else diff.gone if before else []
+            into = found.appeared if after else found.gone if before else []
         elif before == after:
-            into = diff.changed if before == "failed" else []
+            into = found.changed if before == "failed" else []
         else:
-            into = {"failed": diff.broke, "passed": diff.mended}.get(after, diff.changed)
-        into.append(Change(cell, was, now))
-    return diff
+            into = {"failed": found.broke, "passed": found.mended}.get(after, found.changed)
+        into.append(CellChange(cell=cell, old=was, new=now))
+    return found
 
 
 def _in_order(found: Mapping[Cell, T]) -> dict[Cell, T]:
@@ -106,17 +70,13 @@ def _ended(summary: Summary | None) -> str | None:
     return summary.verdict if summary and summary.verdict in ENDED else None
 
 
-def _compare_figures(store: Store, old: str, new: str) -> tuple[list[FigureChange], int]:
-    """The figures that changed, and the number of those whose noise isn't known."""
-    if old == new:
-        return [], 0
-    old, new = (store.run(run).whole for run in (old, new))
+def _figures(store: Store, old: str, new: str) -> tuple[list[FigureChange], int]:
+    """The figures that changed between two whole runs, and the number of those whose noise isn't known."""
     runs = [*dict.fromkeys(one.whole for one in store.runs())]
     place = runs.index(old)
     past = [one for one in runs[place : place + _RUNS] if one != new]
     changes, too_few = [], 0
-    measured = store.measured(runs=[*past, new])
-    for cell, every in _in_order(measured).items():
+    for cell, every in _in_order(store.measured(runs=[*past, new])).items():
         now = {one.figure.name: one for one in every if one.run.whole == new}
         earlier = [one for one in every if one.run.whole != new]
         for _, one in sorted(now.items()):
@@ -127,7 +87,7 @@ def _compare_figures(store: Store, old: str, new: str) -> tuple[list[FigureChang
                 continue
             side = expected.side(one.figure.value)
             if side and side not in map(expected.side, found.outside):  # else an earlier run was the first
-                changes.append(FigureChange(cell, one.figure, expected))
+                changes.append(FigureChange(cell=cell, **one.figure._asdict(), **expected._asdict()))
     return changes, too_few
 
 
@@ -135,64 +95,46 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the changes; returns 1 if something broke."""
     with common.open_store(arguments.store) as store:
         old, new = (common.whole(store.parts(store.resolve(name))) for name in (arguments.old, arguments.new))
-        diff = compare(store, old.id, new.id)
+        found = compare(store, old.id, new.id)
     if arguments.json:
-        print(json.dumps({"old": common.as_json(old), "new": common.as_json(new)} | _as_json(diff), indent=2))
+        runs = {"old": Run.model_validate(old), "new": Run.model_validate(new)}
+        print(as_json(found.model_copy(update=runs)))
     else:
-        heading = common.Line(f"from {common.named(old)} to {common.named(new)}", "bold")
-        common.show([heading, *_lines(diff)])
-    return 1 if diff.something_broke else 0
+        common.show([Text(f"from {common.named(old)} to {common.named(new)}", "bold"), *_lines(found)])
+    return 1 if found.something_broke else 0
 
 
-def _lines(diff: Diff) -> Iterator[common.Line]:
-    lists: dict[str, list[Change]] = {name: getattr(diff, name) for name in TITLES}
+def _lines(found: Changes) -> Iterator[Text]:
+    lists: dict[str, list[CellChange]] = {name: getattr(found, name) for name in TITLES}
     width = max((len(change.cell.name) for changes in lists.values() for change in changes), default=0)
     for name, changes in lists.items():
         yield from common.section(f"{TITLES[name]}: {len(changes)}", (_change_line(one, width) for one in changes))
-    for word, tests in (("broke", diff.tests_broke), ("were mended", diff.tests_mended)):
-        names: list[str | common.Line] = []
+    for word, tests in (("broke", found.tests_broke), ("were mended", found.tests_mended)):
+        names: list[str | Text] = []
         for cell, own in tests.items():
-            names += [common.Line(f"  {cell}"), *map(common.one_line, own)]
+            names += [Text(f"  {cell}"), *map(common.one_line, own)]
         count = sum(map(len, tests.values()))
         yield from common.section(f"Tests that {word} in cells that failed both times: {count}", names)
-    title = f"Figures beyond the noise of earlier runs: {len(diff.figures)}"
-    yield from common.section(title, map(_figure_line, diff.figures))
-    if diff.too_few:
-        yield common.Line()
-        yield common.Line(f"figures with too few earlier runs to know their noise: {diff.too_few}", "dim")
-    if not any([*lists.values(), diff.tests_broke, diff.tests_mended, diff.figures]):
-        yield common.Line("nothing changed")
+    title = f"Figures beyond the noise of earlier runs: {len(found.figures)}"
+    yield from common.section(title, map(_figure_line, found.figures))
+    if found.figures_with_too_few_runs:
+        too_few = f"figures with too few earlier runs to know their noise: {found.figures_with_too_few_runs}"
+        yield from (Text(), Text(too_few, "dim"))
+    if not any([*lists.values(), found.tests_broke, found.tests_mended, found.figures]):
+        yield Text("nothing changed")
 
 
-def _change_line(change: Change, width: int) -> common.Line:
+def _change_line(change: CellChange, width: int) -> Text:
     was, now = (common.look(one) if one else ("not there", "dim") for one in (change.old, change.new))
     after = change.new or change.old
-    line = common.Line(f"  {change.cell.name:{width}}  ").add(*was).add(" -> ").add(*now)
-    return line.add(f"  {common.one_line(after.reason)}") if after and after.reason else line
+    reason = f"  {common.one_line(after.reason)}" if after and after.reason else ""
+    return Text.assemble(f"  {change.cell.name:{width}}  ", was, " -> ", now, reason)
 
 
-def _figure_line(found: FigureChange) -> common.Line:
-    cell, figure, noise = found
-    value, usual = trend.number(figure.value, figure.unit), trend.number(noise.usual, figure.unit)
-    return common.Line(
-        f"  {cell.name}  {common.one_line(figure.name)}: {trend.changed(noise.usual, figure.value, figure.better)}, "
-        f"{value}; usual is {usual}, from {trend.number(noise.low)} to {trend.number(noise.high)}"
+def _figure_line(found: FigureChange) -> Text:
+    value, usual, low, high = found.value or 0.0, found.usual, found.low, found.high
+    return Text(
+        f"  {found.cell}  {common.one_line(found.name)}: {trend.changed(usual, value, found.better)}, "
+        f"{trend.number(value, found.unit)}; usual is {trend.number(usual, found.unit)}, "
+        f"from {trend.number(low)} to {trend.number(high)}"
     )
-
-
-def _as_json(diff: Diff) -> dict[str, Any]:
-    def state(summary: Summary | None) -> dict[str, Any] | None:
-        return summary and {"state": summary.state, "kind": summary.kind, "reason": summary.reason}
-
-    def changes(found: list[Change]) -> list[dict[str, Any]]:
-        return [{"cell": one.cell.name, "old": state(one.old), "new": state(one.new)} for one in found]
-
-    return {
-        "cells": {name: changes(getattr(diff, name)) for name in TITLES},
-        "tests": {
-            "broke": {cell.name: tests for cell, tests in diff.tests_broke.items()},
-            "mended": {cell.name: tests for cell, tests in diff.tests_mended.items()},
-        },
-        "figures": [{"cell": cell.name, **figure._asdict(), **noise._asdict()} for cell, figure, noise in diff.figures],
-        "figures_with_too_few_runs": diff.too_few,
-    }

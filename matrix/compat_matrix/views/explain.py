@@ -6,17 +6,19 @@ import argparse
 import re
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from packaging.utils import canonicalize_name
+from rich.text import Text
 
-from ..cells import Cell, parse
+from ..cells import AXES, Cell, parse
 from ..errors import MatrixError
 from ..results import CellResult, Test
 from ..store import Measured, Past, Store
 from ..words import plural
 from . import common, trend
+from .facts import Shim
 
 #: The packages that are shown without `--full`, besides those of own axes.
 _TELLING = re.compile(
@@ -30,84 +32,121 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the result and the history of the cell; returns the exit code."""
     cell = parse(arguments.cell)
     with common.open_store(arguments.store) as store:
+        run = store.resolve(arguments.chosen) if arguments.chosen else ""
+        past = past_of(store, cell, run)
+        if run and past is None:
+            raise MatrixError(f"the run {run} has no result of {cell}")
+        lines = [*(_explained(store, cell, past, arguments) if past else _without(store, cell))]
+        lines += common.section("figures", common.aligned(figures(store, cell)))
         history = store.history(cell)
-        measured = store.measured(cell=cell).get(cell, [])
-        run = store.resolve(arguments.chosen) if arguments.chosen else newest(history)
-        lines = [*_explained(store, cell, run, history, arguments)] if run else [*_without(store, cell)]
-    lines += common.section("figures", common.aligned(figures(measured)))
-    common.show([*lines, *common.section("history", _history(history))])
+    common.show([*lines, *common.section("history", map(_past, history))])
     return 0
 
 
-def newest(history: Sequence[Past]) -> str | None:
-    """The run with a cell's newest verdict; a partial run, or one on a machine that lacked something, if there is no other."""
-    ran = [past for past in history if past.summary.state != "not run"]
-    whole = [past for past in ran if not past.run.partial]
-    return next((past.run.id for past in [*whole, *ran, *history]), None)
+def plan_of(store: Store, cell: Cell) -> Past | None:
+    """The newest result of a cell in whole runs, or else its newest plan."""
+    axes = {axis: getattr(cell, axis) for axis in AXES} | {"extra": cell.own}
+    return next((one.past for one in store.newest([axes])), None)
 
 
-def counting(history: Sequence[Past]) -> Past | None:
-    """The result that counts of a cell's results in the parts of a run, which are in the order of `Store.history`."""
-    latest = {past.run.id: past for past in reversed(history)}
-    return min(reversed(latest.values()), key=lambda past: past.summary.rank, default=None)
+def past_of(store: Store, cell: Cell, run: str = "", attempt: int | None = None) -> Past | None:
+    """A result of a cell; None if there is none.
+
+    Args:
+        run: the id of a run; by default that of the newest result in whole runs, or else in partial ones.
+        attempt: an attempt of this part of the run, or else of another part; by default the result that counts.
+    """
+    if not run:
+        newest = plan_of(store, cell)
+        some = [newest] if newest and newest.summary.verdict else store.history(cell, limit=1)
+        if not some:
+            return None
+        run = some[0].run.id
+    own = store.history(cell, run=run)
+    if attempt is None:
+        latest = {past.run.id: past for past in reversed(own)}
+        return min(reversed(latest.values()), key=lambda past: past.summary.rank, default=None)
+    own = [past for past in own if past.summary.attempt == attempt]
+    return next((past for past in own if past.run.id == run), next(iter(own), None))
 
 
-def _without(store: Store, cell: Cell) -> Iterator[common.Line]:
+def _without(store: Store, cell: Cell) -> Iterator[Text]:
     """The output for a cell without a result in any run."""
-    planned = store.current().get(cell)
+    planned = plan_of(store, cell)
     if planned is None:
         raise MatrixError(f"the store {store.name} has no cell {cell}: no run has planned it")
-    yield common.Line(f"{cell}: ", "bold").add(*_state(planned))
-    if planned.summary.reason:
-        yield common.Line(common.clean(planned.summary.reason))
-    yield common.Line(f"run        {common.named(planned.run)}")
+    yield from _state(cell, planned)
+    yield Text(f"run        {common.named(planned.run)}")
     if planned.summary.state != "excluded":
-        yield common.Line(f"run it     {common.reproduce(cell, planned.run)}")
+        yield Text(f"run it     {common.reproduce(cell, planned.run)}")
 
 
-def _explained(
-    store: Store, cell: Cell, run: str, history: Sequence[Past], arguments: argparse.Namespace
-) -> Iterator[common.Line]:
-    parts = {part.id for part in store.parts(run)}
-    past = counting([past for past in history if past.run.id in parts])
-    if past is None:
-        raise MatrixError(f"the run {run} has no result of {cell}")
-    found = store.result(past.run.id, cell, past.summary.attempt)
-    yield common.Line(f"{cell}: ", "bold").add(*_state(past))
-    if found.reason:
-        yield common.Line(common.clean(found.reason))
+def _explained(store: Store, cell: Cell, past: Past, arguments: argparse.Namespace) -> Iterator[Text]:
+    found, full = store.result(past.run.id, cell, past.summary.attempt), arguments.full
+    yield from _state(cell, past)
     attempt = f", attempt {found.attempt}" if found.attempt > 1 else ""
     took = common.duration(found.seconds)
-    yield common.Line(f"run        {common.named(past.run)}, {common.moment(found.started)}, {took}{attempt}")
-    yield common.Line(f"tests      {common.counted(test.outcome for test in found.tests)}")
-    yield common.Line(f"run again  {common.reproduce(cell, past.run)}")
+    yield Text(f"run        {common.named(past.run)}, {common.moment(found.started)}, {took}{attempt}")
+    yield Text(f"tests      {common.counted(test.outcome for test in found.tests)}")
+    yield Text(f"run again  {common.reproduce(cell, past.run)}")
     if found.command:
-        yield common.Line(f"which ran  {common.one_line(shlex.join(found.command), 10_000 if arguments.full else 160)}")
-    yield from _tests(found, arguments.full)
-    yield from _environment(found.cell, found.environment, arguments.full)
-    yield from _shims(found.environment.get("shims", {}))
+        yield Text(f"which ran  {common.one_line(shlex.join(found.command), 10_000 if full else 160)}")
+    yield from _tests(found, full)
+    packages = packages_of(found).items() if full else installed(found).items()
+    environment = [f"{name}: {value}" for name, value in facts(found.environment).items()]
+    environment += [f"{name} {version}" for name, version in packages]
+    yield from common.section("environment", [common.one_line(line, 1000) for line in environment])
+    rows = [(one.name, one.state, one.reason) for one in shims(found.environment)]
+    yield from common.section("shims", common.aligned(rows))
     if arguments.pins:
         yield from common.section("pins", common.clean(found.pins).splitlines() or ["none"])
-    if arguments.full:
-        yield from common.section("log", common.clean(found.log).splitlines() or ["empty"])
-    elif found.verdict == "failed" and not _bad(found):
-        yield from common.section(
-            "the end of the log (--full has all of it)", common.clean(found.log).splitlines()[-15:]
-        )
+    log = common.clean(found.log).splitlines()
+    if full:
+        yield from common.section("log", log or ["empty"])
+    elif found.verdict == "failed" and not any(test.bad for test in found.tests):
+        yield from common.section("the end of the log (--full has all of it)", log[-15:])
 
 
-def _tests(found: CellResult, full: bool) -> Iterator[common.Line]:
-    for test in [*_bad(found), *(test for test in found.tests if test.outcome in ("known", "flaky"))]:
-        yield common.Line()
-        state = "failed" if test.bad else test.outcome
-        shown = common.one_line(test.nodeid, 1000)
-        yield common.Line(shown if test.bad else f"{shown} ({state})", common.STYLES[state])
-        lines = common.clean(test.message).splitlines()
-        yield from (common.Line(f"    {line}") for line in (lines if full else _shortened(lines)))
+def _state(cell: Cell, past: Past) -> Iterator[Text]:
+    yield Text.assemble((f"{cell}: ", "bold"), _word(past))
+    if past.summary.reason:
+        yield Text(common.clean(past.summary.reason))
 
 
-def _bad(found: CellResult) -> list[Test]:
-    return [test for test in found.tests if test.bad]
+def _word(past: Past) -> tuple[str, str]:
+    word, style = common.look(past.summary)
+    state = past.summary.state
+    return f"failed, {word}" if state == "failed" else state, style
+
+
+def _past(past: Past) -> Text:
+    reason = f"  {common.one_line(past.summary.reason, 100)}" if past.summary.reason else ""
+    return Text.assemble(f"    {common.moment(past.summary.started)}  {past.run.id}  ", _word(past), reason)
+
+
+def _tests(found: CellResult, full: bool) -> Iterator[Text]:
+    shown = [test for test in found.tests if test.bad or test.outcome in ("known", "flaky")]
+    shown.sort(key=lambda test: not test.bad)
+    for kept, some in [([*_report(test)], [test]) for test in shown] if full else alike(shown):
+        first, *others = some
+        title = common.one_line(first.nodeid, 1000) + ("" if first.bad else f" ({first.outcome})")
+        more = f"and {plural(len(others), 'more test')} with the same error" if others else ""
+        yield from (Text(), Text(title, common.STYLES[first.outcome]), *([Text(f"    {more}")] if more else ()))
+        yield from (Text(f"    {line}") for line in kept)
+        if left := len(_report(first)) - len(kept):
+            yield Text(f"    ({plural(left, 'more line')}: --full)")
+
+
+def alike(tests: Iterable[Test]) -> list[tuple[list[str], list[Test]]]:
+    """The error lines of tests, each with the tests of one outcome that have them."""
+    groups: dict[tuple[str, ...], list[Test]] = {}
+    for test in tests:
+        groups.setdefault((test.outcome, *error_lines(_report(test))), []).append(test)
+    return [([*lines], some) for (_, *lines), some in groups.items()]
+
+
+def _report(test: Test) -> list[str]:
+    return common.clean(test.message).splitlines()
 
 
 def error_lines(lines: Sequence[str], most: int = 8) -> list[str]:
@@ -116,22 +155,19 @@ def error_lines(lines: Sequence[str], most: int = 8) -> list[str]:
     return errors[:most] or [line for line in lines if line.strip()][-most:]
 
 
-def _shortened(lines: Sequence[str]) -> list[str]:
-    kept = error_lines(lines)
-    return kept if len(kept) == len(lines) else [*kept, f"({plural(len(lines) - len(kept), 'more line')}: --full)"]
+def packages_of(found: CellResult) -> dict[str, str]:
+    """The versions of packages that a cell reports; those of its pins if it died before."""
+    packages = found.environment.get("packages")
+    if isinstance(packages, Mapping) and packages:
+        return {str(name): str(version) for name, version in packages.items()}
+    return dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", found.pins, re.MULTILINE))
 
 
-def _environment(cell: Cell, environment: Mapping[str, Any], full: bool) -> list[common.Line]:
-    packages = {name: v for name, v in environment.get("packages", {}).items() if full or matters(name, cell)}
-    lines = [f"{name}: {value}" for name, value in facts(environment).items()]
-    lines += [f"{name} {version}" for name, version in packages.items()]
-    return common.section("environment", [common.one_line(line, 1000) for line in lines])
-
-
-def matters(package: str, cell: Cell) -> bool:
-    """Whether the version of a package in a cell is shown among the few that matter most."""
-    own = {canonicalize_name(axis) for axis, _ in cell.extra}
-    return _TELLING.fullmatch(package) is not None or canonicalize_name(package) in own
+def installed(found: CellResult) -> dict[str, str]:
+    """The packages whose versions matter most, sorted."""
+    own = {canonicalize_name(axis) for axis, _ in found.cell.extra}
+    every = sorted(packages_of(found).items())
+    return {name: version for name, version in every if _TELLING.fullmatch(name) or canonicalize_name(name) in own}
 
 
 def facts(environment: Mapping[str, Any]) -> dict[str, str]:
@@ -144,25 +180,22 @@ def facts(environment: Mapping[str, Any]) -> dict[str, str]:
     return {name: common.clean(value) for name, value in texts.items() if value}
 
 
-def shims(found: Mapping[str, Any]) -> list[tuple[str, str, str, list[str]]]:
-    """The name, state, reason and seams of every shim, the most relevant first."""
-    entries = [
-        (str(name), str(shim.get("state", "")), str(shim.get("reason", "")), [*map(str, shim.get("seams", []))])
-        for name, shim in found.items()
-    ]
+def shims(environment: Mapping[str, Any]) -> list[Shim]:
+    """The shims that a cell reported, the most relevant first; anything that isn't a shim is left out."""
+    entries = environment.get("shims")
+    found = []
+    for name, shim in entries.items() if isinstance(entries, Mapping) else ():
+        if isinstance(shim, Mapping) and isinstance(seams := shim.get("seams", []), list):
+            found.append(Shim(name=name, state=shim.get("state", ""), reason=shim.get("reason", ""), seams=seams))
     place = {state: number for number, state in enumerate(_STATES)}
-    return sorted(entries, key=lambda entry: (place.get(entry[1], len(place)), entry[0]))
+    return sorted(found, key=lambda shim: (place.get(shim.state, len(place)), shim.name))
 
 
-def _shims(found: Mapping[str, Any]) -> list[common.Line]:
-    return common.section("shims", common.aligned([tuple(map(common.clean, one[:3])) for one in shims(found)]))
-
-
-def figures(measured: Sequence[Measured]) -> list[tuple[str, str, str, str]]:
+def figures(store: Store, cell: Cell) -> list[tuple[str, str, str, str]]:
     """The name, the sparkline, the last value and the trend of each figure of a cell."""
-    newest = {one.figure.name: one for one in measured}
+    measured = store.measured(cell=cell).get(cell, [])
     rows = []
-    for name, last in sorted(newest.items()):
+    for name, last in sorted({one.figure.name: one for one in measured}.items()):
         series = trend.comparable(measured, last)
         values = [one.figure.value for one in series]
         value = trend.number(last.figure.value, last.figure.unit) + trend.direction(last.figure.better)
@@ -176,26 +209,10 @@ def figures(measured: Sequence[Measured]) -> list[tuple[str, str, str, str]]:
 def _trend(series: Sequence[Measured], values: Sequence[float]) -> str:
     level, last = trend.level(values), series[-1].figure
     expected = trend.noise(level.values)
-    if expected and level.outside:
-        return (
-            f"{trend.changed(expected.usual, last.value, last.better)} than usual, "
-            f"{trend.number(expected.low)} to {trend.number(expected.high, last.unit)}"
-        )
-    if level.before:
+    if level.before and not (expected and level.outside):
         before, usual = (statistics.fmean(some[-trend.MOST :]) for some in (level.before, level.values))
         return f"{trend.changed(before, usual, last.better)} since {common.named(series[level.first].run)}"
     if expected is None:
         return f"too few results to know its noise: {len(values)} of {trend.LEAST}"
-    return f"as usual, {trend.number(expected.low)} to {trend.number(expected.high, last.unit)}"
-
-
-def _history(history: Sequence[Past]) -> Iterator[common.Line]:
-    for past in history:
-        line = common.Line(f"    {common.moment(past.summary.started)}  {past.run.id}  ").add(*_state(past))
-        yield line.add(f"  {common.one_line(past.summary.reason, 100)}" if past.summary.reason else "")
-
-
-def _state(past: Past) -> tuple[str, str]:
-    word, style = common.look(past.summary)
-    state = past.summary.state
-    return f"failed, {word}" if state == "failed" else state, style
+    than = f"{trend.changed(expected.usual, last.value, last.better)} than" if level.outside else "as"
+    return f"{than} usual, {trend.number(expected.low)} to {trend.number(expected.high, last.unit)}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+
+from rich.text import Span, Text
 
 from ..cells import Cell
 from ..errors import MatrixError
@@ -13,6 +14,12 @@ from ..results import Figure
 from ..store import Summary
 from ..words import plural
 from . import common, trend
+from .facts import MeasuredCell, ShownRun, as_json
+
+_LEGEND = (
+    "ok: passed, flaky: passed when repeated, known: fails for known issues, CAPITALS: how it failed, "
+    "open: no result yet, -: excluded"
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -24,37 +31,27 @@ def run(arguments: argparse.Namespace) -> int:
     found = common.whole(parts)
     if arguments.json:
         cells = [
-            common.summary_as_json(cell, summary[cell]) | {"figures": [one._asdict() for one in figures.get(cell, ())]}
+            MeasuredCell.of(cell, name, summary[cell], figures=figures.get(cell, []))
             for cell in common.ordered(summary)
         ]
-        run = {"run": common.as_json(found), "parts": [common.as_json(one) for one in parts], "cells": cells}
-        print(json.dumps(run, indent=2))
+        print(as_json(ShownRun.model_validate({"run": found, "parts": parts, "cells": cells})))
         return 0
     state = common.one_line(found.state) + (f", in {len(parts)} parts" if len(parts) > 1 else "")
     counts = common.counted(one.state for one in summary.values())
     lines = [
-        common.Line(f"run {common.named(found)}, {state}, begun {common.moment(found.started)}", "bold"),
-        common.Line(f"{plural(len(summary), 'cell')}: {counts}"),
+        Text(f"run {common.named(found)}, {state}, begun {common.moment(found.started)}", "bold"),
+        Text(f"{plural(len(summary), 'cell')}: {counts}"),
     ]
-    chosen = {}
+    looks = {cell: common.look(one) for cell, one in summary.items()}
     if arguments.figure is not None:
         chosen = _chosen(arguments.figure, name, figures)
         better = next(iter(chosen.values())).better
-        lines.append(common.Line(f"{common.one_line(arguments.figure)}{trend.direction(better)}", "bold"))
-    grids = [line for block in _blocks(summary) for line in _grid(block, chosen, common.width())]
-    lines += grids
-    if arguments.figure is None:
-        lines += _reasons(summary)
-    if grids:
-        lines.append(common.Line())
-        lines.append(
-            common.Line(
-                "ok: passed, flaky: passed when repeated, known: fails for known issues, CAPITALS: how it failed, "
-                "open: no result yet, -: excluded",
-                "dim",
-            )
-        )
-    common.show(lines)
+        lines.append(Text(f"{common.one_line(arguments.figure)}{trend.direction(better)}", "bold"))
+        looks = {cell: (word, "dim") for cell, (word, _) in looks.items()}
+        looks |= {cell: (trend.number(one.value, one.unit), "") for cell, one in chosen.items()}
+    grids = [*_grids(looks)]
+    reasons = [*_reasons(summary, looks)] if arguments.figure is None else []
+    common.show([*lines, *grids, *reasons, *([Text(), Text(_LEGEND, "dim")] if grids else [])])
     return 0
 
 
@@ -72,62 +69,35 @@ def _chosen(name: str, run: str, figures: Mapping[Cell, Sequence[Figure]]) -> di
     return chosen
 
 
-def _blocks(summary: Mapping[Cell, Summary]) -> list[list[tuple[Cell, Summary]]]:
-    """The cells grouped by Python, FlashAttention, device and own axes, in order; without groups whose cells are all excluded."""
-    grouped: dict[tuple[str, common.Kind], list[tuple[Cell, Summary]]] = {}
-    for cell, one in summary.items():
-        grouped.setdefault((cell.python, common.kind(cell)), []).append((cell, one))
-    order = sorted(grouped, key=lambda key: (common.version_key(key[0]), common.kernel_place(key[1])))
-    return [grouped[key] for key in order if any(one.state != "excluded" for _, one in grouped[key])]
+def _grids(looks: Mapping[Cell, tuple[str, str]]) -> Iterator[Text]:
+    """The lines of the tables, each split into parts below each other if the terminal is too narrow for its columns."""
+    for title, columns, rows in common.blocks(looks, lambda look: look[0] != "-"):
+        names = [f"torch {column or '-'}" for column in columns]
+        table = [(release, [look or ("", "") for look in some]) for release, some in rows]
+        head = max(len("transformers"), *(len(release) for release, _ in rows))
+        each = max(*map(len, names), *(len(text) for _, cells in table for text, _ in cells))
+        fit = max(1, (common.width() - head) // (each + 2))
+        yield from (Text(), Text(title, "bold"))
+        for at in range(0, len(columns), fit):
+            yield Text("  ".join(f"{text:{each}}" for text in [f"{'transformers':{head}}", *names[at : at + fit]]))
+            for release, cells in table:
+                some = cells[at : at + fit]
+                words = "  ".join([f"{release or '-':{head}}", *(f"{text:{each}}" for text, _ in some)])
+                begins = range(head + 2, len(words), each + 2)
+                styles = zip(begins, some, strict=True)
+                yield Text(words, spans=[Span(begin, begin + each, style) for begin, (_, style) in styles])
 
 
-def _grid(block: Sequence[tuple[Cell, Summary]], figures: Mapping[Cell, Figure], width: int) -> Iterator[common.Line]:
-    """The lines of a block, split into parts below each other if the terminal is too narrow for its columns.
-
-    Args:
-        figures: the figure that is shown, of the cells that have it.
-    """
-    first, _ = block[0]
-    exist = [cell for cell, one in block if one.state != "excluded"]
-    rows = common.by_version(cell.transformers for cell in exist)
-    columns = common.by_version(cell.torch for cell in exist)
-    shown = {(cell.transformers, cell.torch): common.look(one) for cell, one in block}
-    if figures:
-        shown = {place: (word, "dim") for place, (word, _) in shown.items()}
-        own = ((cell, figures[cell]) for cell in exist if cell in figures)
-        shown |= {(cell.transformers, cell.torch): (trend.number(one.value, one.unit), "") for cell, one in own}
-    names = [f"torch {column or '-'}" for column in columns]
-    head = max(len("transformers"), *map(len, rows))
-    each = max(*map(len, names), *(len(text) for text, _ in {*shown.values()}))
-    fit = max(1, (width - head) // (each + 2))
-    yield common.Line()
-    yield common.Line(f"Python {first.python}, {common.kernel_name(*common.kind(first))}", "bold")
-    for at in range(0, len(columns), fit):
-        yield common.Line("  ".join([f"{text:{each}}" for text in [f"{'transformers':{head}}", *names[at : at + fit]]]))
-        for row in rows:
-            line = common.Line(f"{row or '-':{head}}")
-            found = (shown.get((row, column), ("", "")) for column in columns[at : at + fit])
-            line.parts += [part for text, style in found for part in (("  ", ""), (f"{text:{each}}", style))]
-            yield line
-
-
-def _reasons(summary: Mapping[Cell, Summary]) -> Iterator[common.Line]:
+def _reasons(summary: Mapping[Cell, Summary], looks: Mapping[Cell, tuple[str, str]]) -> Iterator[Text]:
     """The reasons of failures, known ones and flaky tests included, the most frequent first."""
     failed = common.ordered(cell for cell, one in summary.items() if one.state in ("failed", "known", "flaky"))
-    why = {
-        cell: (common.look(summary[cell])[0].split(" ")[0], common.one_line(summary[cell].reason)) for cell in failed
-    }
+    why = {cell: (looks[cell][0].split(" ")[0], common.one_line(summary[cell].reason)) for cell in failed}
     counts = Counter(why.values())
     example = {reason: cell for cell, reason in reversed(why.items())}
     if counts:
-        yield common.Line()
-        yield common.Line("why", "bold")
-    for reason, count in counts.most_common(10):
-        kind, said = reason
-        yield (
-            common.Line(f"{count:5}  ")
-            .add(kind, common.look(summary[example[reason]])[1])
-            .add(f"  {said}  (such as {example[reason]})")
-        )
+        yield from (Text(), Text("why", "bold"))
+    for (kind, said), count in counts.most_common(10):
+        such = example[kind, said]
+        yield Text.assemble(f"{count:5}  ", (kind, looks[such][1]), f"  {said}  (such as {such})")
     if len(counts) > 10:
-        yield common.Line(f"{plural(len(counts) - 10, 'more reason')}: --json has them")
+        yield Text(f"{plural(len(counts) - 10, 'more reason')}: --json has them")

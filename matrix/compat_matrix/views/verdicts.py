@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from functools import cache
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import Field
 from sqlalchemy import Select, func, select
 
 from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, WORD, Cell
 from ..errors import MatrixError
-from ..results import ENDED, FINE
+from ..results import FINE
 from ..store import Newest, Store
 from ..store import queries as stored
 from ..store.models import CELL, RESULT, RUN
 from ..versions import checked, exact, parsed, related, release, same
-from .common import clean
 from .explain import shims
+from .facts import CellState, Model, NamedCell, Shim, Text
 
 #: ``wrong``: something computes wrong numbers. ``refused``: the axes exclude it, with a reason. ``unknown``: not tested.
 Verdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unknown"]
 
 Match = Literal["exact", "nearest", "none"]
+
+#: How near the evidence is: the same releases, other patches of the same minor releases, a rule of the axes, or neighbours.
+Closeness = Literal["patch", "minor", "rule", "neighbour", "none"]
 
 #: The axes, those first whose differences matter most: a CPU says less about a GPU than one release about the next. A project's
 #: own axes come after the first two.
@@ -36,58 +37,34 @@ ORDER = ("device", "flash_attention", "transformers", "torch", "python")
 _WORST = ("wrong", "failed", "known", "flaky", "passed")
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A combination in a request; None stands for every value of an axis.
+def wanted(axes: Mapping[str, str | None]) -> dict[str, str]:
+    """A requested combination: the values of some axes, versions without their local part.
 
-    Attributes:
-        python, transformers, torch: versions. A version of two components matches any of its patches; a local part, as in
-            ``2.11.0+cu130``, makes no difference.
-        own: values of the project's own axes: releases, which are compared as these, or words.
+    A version of two components matches any of its patches. Values of the project's own axes are releases, which are compared as
+    these, or words.
+
+    Args:
+        axes: values by axis; None stands for every value.
 
     Raises:
         MatrixError: an axis never has this value.
     """
-
-    python: str | None = None
-    transformers: str | None = None
-    torch: str | None = None
-    flash_attention: str | None = None
-    device: str | None = None
-    own: tuple[tuple[str, str], ...] = ()
-
-    @classmethod
-    def of(cls, axes: Mapping[str, str | None]) -> Wanted:
-        """The combination with these values; names that aren't in `AXES` are own axes."""
-        own = sorted((axis, value) for axis, value in axes.items() if axis not in AXES and value is not None)
-        return cls(**{axis: axes.get(axis) for axis in AXES}, own=tuple(own))
-
-    def __post_init__(self) -> None:
-        for axis, values in (("flash_attention", FLASH_ATTENTION), ("device", DEVICES)):
-            value = getattr(self, axis)
-            if value is not None and value not in values:
-                raise MatrixError(f"{axis} is one of {', '.join(values)}, not {value!r}")
-        for axis in VERSIONED:
-            if (value := getattr(self, axis)) is not None:
-                object.__setattr__(self, axis, checked(value))
-        own = ((axis, value if re.fullmatch(WORD, value) else checked(value)) for axis, value in self.own)
-        object.__setattr__(self, "own", tuple(own))
-
-    @property
-    def asked(self) -> dict[str, str]:
-        """The axes with a value, and their values."""
-        return {axis: value for axis in AXES if (value := getattr(self, axis)) is not None} | dict(self.own)
+    words = {"flash_attention": FLASH_ATTENTION, "device": DEVICES}
+    found = {}
+    for axis in (*AXES, *sorted(axes.keys() - {*AXES})):
+        if (value := axes.get(axis)) is None:
+            continue
+        if axis in words and value not in words[axis]:
+            raise MatrixError(f"{axis} is one of {', '.join(words[axis])}, not {value!r}")
+        is_word = axis in words or (axis not in AXES and re.fullmatch(WORD, value))
+        try:
+            found[axis] = value if is_word else checked(value)
+        except MatrixError as error:
+            raise MatrixError(f"{axis} is {error}") from None
+    return found
 
 
-class Shim(BaseModel):
-    """A shim in a tested cell."""
-
-    name: str
-    state: str
-    reason: str
-
-
-class Difference(BaseModel):
+class Difference(Model):
     """An axis on which a tested combination differs from the requested one."""
 
     axis: str
@@ -95,45 +72,54 @@ class Difference(BaseModel):
     tested: str
 
 
-class Tested(BaseModel):
-    """A tested combination, with its evidence.
+class Tested(CellState):
+    """A cell with its newest result, and exact versions as it reported them, or from its pins, or from the axes file.
 
     Attributes:
-        python, transformers, torch: exact versions as reported by the cell, or from its pins, or from the axes file.
-        extra: the project's own axes.
-        run, cell, attempt: identify the result.
-        differs: the axes on which it differs from the request.
+        verdict: ``refused`` or ``unknown`` without a result.
+        shims, differs: those of the cell, and the axes on which it differs from the request, in an answer.
     """
 
-    cell: str
     verdict: Verdict
-    kind: str | None
-    reason: str
-    python: str
-    transformers: str
-    torch: str
-    flash_attention: str
-    device: str
-    extra: dict[str, str]
-    run: str
-    run_label: str
-    revision: str
-    attempt: int
-    started: datetime | None
-    tests: dict[str, int]
-    shims: list[Shim]
-    differs: list[Difference]
+    run_label: Text
+    revision: Text
+    shims: list[Shim] = Field(default_factory=list)
+    differs: list[Difference] = Field(default_factory=list)
+
+    @classmethod
+    def newest(cls, found: Newest) -> Tested:
+        """The newest result of a cell."""
+        cell, (run, summary), versions = found
+        verdict, reason = _verdict(found)
+        given = {axis: version for axis in VERSIONED if (version := versions.get(axis))}
+        extra = {axis: versions.get(axis) or value for axis, value in cell.extra}
+        more = {"verdict": verdict, "reason": reason, "run_label": run.label, "revision": run.revision, "extra": extra}
+        return cls.of(cell, run.id, summary, **more, **given)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its tests ran."""
+        return self.verdict in _WORST
+
+    @property
+    def shown(self) -> list[tuple[str, str]]:
+        """The axes by which people know a combination, with their values."""
+        return [(axis, self[axis]) for axis in ("transformers", "torch", "flash_attention", "python", *self.extra)]
+
+    def __getitem__(self, axis: str) -> str:
+        """The value of an axis: the exact version, where it has one."""
+        return str(getattr(self, axis)) if axis in AXES else self.extra.get(axis, "")
 
 
-class Refusal(BaseModel):
+class Refusal(Model):
     """Excluded combinations: the reason, the number of cells, and one of them as an example."""
 
     reason: str
     cells: int
-    cell: str
+    cell: NamedCell
 
 
-class Answer(BaseModel):
+class Answer(Model):
     """The verdict on a combination, with the evidence.
 
     Attributes:
@@ -159,73 +145,113 @@ class Judged(NamedTuple):
     """The verdict on a combination.
 
     Attributes:
+        asked: the requested values by axis.
         exact: whether the evidence is of what was asked for; else it is of other patches of the same minor releases.
         verdict: the worst of the evidence; ``unknown`` without any.
         found: the evidence, deciding entries first.
-        near: the nearest tested combinations, nearest first, if the evidence isn't exact.
+        near: the nearest tested combinations, nearest first.
         refusals: the excluded ones among the requested combinations.
-        works: the nearest combination that passed, if this one didn't.
     """
 
+    asked: Mapping[str, str]
     exact: bool
     verdict: Verdict
     reason: str
-    found: list[Newest]
-    near: list[Newest]
+    found: list[Tested]
+    near: list[Tested]
     refusals: list[Refusal]
-    works: Newest | None
+
+    @property
+    def kind(self) -> str | None:
+        """How it failed, if that isn't the verdict."""
+        return self.found[0].kind if self.verdict == "failed" else None
+
+    @property
+    def closeness(self) -> Closeness:
+        """How near the evidence is to what was asked for."""
+        if self.verdict == "refused":
+            return "rule"
+        if not self.found:
+            return "neighbour" if self.near else "none"
+        patches = [self.asked[axis] for axis in ("transformers", "torch") if axis in self.asked]
+        return "patch" if self.exact and patches and all(one.count(".") >= 2 for one in patches) else "minor"
+
+    @property
+    def shown(self) -> list[Tested]:
+        """The evidence on a page, or else the nearest combinations; a rule has none."""
+        return self.answering([] if self.verdict == "refused" else self.found[:5] or self.near[:3])
+
+    @property
+    def works(self) -> list[Tested]:
+        """The nearest combination that passed, if this one didn't."""
+        passed = [] if self.verdict in FINE else [one for one in self.near if one.verdict == "passed"]
+        return self.answering(passed[:1])
+
+    def answering(self, some: Iterable[Tested]) -> list[Tested]:
+        """Combinations with their differences from the requested one."""
+        return [
+            one.model_copy(
+                update={
+                    "differs": [
+                        Difference(axis=axis, asked=self.asked[axis], tested=one[axis])
+                        for axis in in_order(self.asked)
+                        if not same(self.asked[axis], one[axis])
+                    ]
+                }
+            )
+            for one in some
+        ]
 
 
-def judge(store: Store, wanted: Wanted, known: Sequence[Newest] | None = None) -> Judged:
-    """The verdict of a store on a combination.
+def judge(store: Store, asked: Mapping[str, str], newest: Iterable[Newest] | None = None) -> Judged:
+    """The verdict of a store on a combination that `wanted` has read.
 
     If it wasn't tested, the nearest ones are those with the same device, then the same FlashAttention, then the nearest minor
     releases of transformers, torch and Python, in this order, and then the nearest patches; of two equally near releases the
     older one.
 
     Args:
-        known: the newest result of every cell, if the caller has it.
+        newest: the newest result of every cell, if the caller has it.
     """
-    asked = wanted.asked
-    known = store.newest() if known is None else known
-    alike = [one for one in known if all(related(_given(one, axis), value) for axis, value in asked.items())]
-    ended = [one for one in alike if _ended(one)]
-    fit = [one for one in ended if not differs(one, asked)]
+    known = [Tested.newest(one) for one in (store.newest() if newest is None else newest)]
+    alike = [one for one in known if all(related(_given(one.cell, axis), value) for axis, value in asked.items())]
+    ended = [one for one in alike if one.ended]
+    fit = [one for one in ended if _fits(one, asked)]
     if ended and not fit:  # a result from before a newer patch came out also counts
-        fit = _earlier(store, [one.cell for one in ended], asked)
-    refusals = _refusals(alike)
-    refused = bool(alike) and len(alike) == sum(one.cells for one in refusals)
-    near = _nearness(asked)
-    found = sorted(_last_of_each(fit or ended), key=lambda one: (_WORST.index(verdict_of(one)), near(one)))
-    verdict: Verdict = "refused" if refused else verdict_of(found[0]) if found else "unknown"
-    works = None if verdict in FINE else min(filter(_passed, known), key=near, default=None)
-    reason = refusals[0].reason if refused else clean(found[0].past.summary.reason) if found else why_unknown(alike)
-    neighbours = [] if fit else sorted(filter(_ended, known), key=near)
-    return Judged(bool(fit) or refused, verdict, reason, found, neighbours, refusals, works)
+        earlier = map(Tested.newest, _earlier(store, [one.cell for one in ended]))
+        fit = [one for one in earlier if _fits(one, asked)]
+    refusals = Counter(one.reason for one in alike if one.verdict == "refused")
+    refused = bool(alike) and len(alike) == refusals.total()
+    distance = partial(_distance, asked=asked)
+    found = sorted(_last_of_each(fit or ended), key=lambda one: (_WORST.index(one.verdict), distance(one)))
+    verdict: Verdict = "refused" if refused else found[0].verdict if found else "unknown"
+    open_ones = (one.reason for one in alike if one.verdict == "unknown")
+    reason = "; ".join(refusals) if refused else found[0].reason if found else next(open_ones, "it was not tested")
+    near = [] if fit and verdict in FINE else sorted((one for one in known if one.ended), key=distance)
+    examples = {one.reason: one.cell for one in reversed(alike) if one.verdict == "refused"}
+    excluded = [Refusal(reason=why, cells=count, cell=examples[why]) for why, count in refusals.items()]
+    return Judged(asked, bool(fit) or refused, verdict, reason, found, near, excluded)
 
 
-def answer(store: Store, wanted: Wanted, limit: int = 5) -> Answer:
+def answer(store: Store, asked: Mapping[str, str], limit: int = 5) -> Answer:
     """The answer of the API: as `judge`, but what is known of other patches is no verdict.
 
     Args:
         limit: the largest number of tested combinations in the answer.
     """
-    found, asked = judge(store, wanted), wanted.asked
+    found = judge(store, asked)
     fit = found.exact and found.verdict != "refused"
-    tested = (found.found if fit else found.near)[:limit]
-    verdict = found.verdict if found.exact else "unknown"
-    counts: Counter[str] = Counter(map(verdict_of, found.found) if fit else ())
-    if verdict == "refused":
+    counts: Counter[str] = Counter(one.verdict for one in found.found if fit)
+    if found.verdict == "refused":
         counts = Counter(refused=sum(one.cells for one in found.refusals))
-    reason = "another patch of it was tested" if found.found and not found.exact else found.reason
-    texts = _texts(store, tested)
+    some = found.answering((found.found if fit else found.near)[:limit])
     return Answer(
-        asked={axis: asked.get(axis) for axis in ORDER} | dict(wanted.own),
-        match="exact" if found.exact else "nearest" if tested else "none",
-        verdict=verdict,
-        reason=reason,
+        asked={axis: asked.get(axis) for axis in (*ORDER, *sorted(asked.keys() - {*ORDER}))},
+        match="exact" if found.exact else "nearest" if some else "none",
+        verdict=found.verdict if found.exact else "unknown",
+        reason="another patch of it was tested" if found.found and not found.exact else found.reason,
         counts=dict(counts),
-        tested=[_tested(one, said, asked) for one, (said, _) in zip(tested, texts, strict=True)],
+        tested=[one.model_copy(update={"shims": shims(store.environment(one.run, one.cell))}) for one in some],
         refusals=found.refusals,
     )
 
@@ -234,14 +260,11 @@ def newest(store: Store, runs: Collection[str] | None = None) -> list[Newest]:
     """The newest result of every cell, sorted, of all whole runs or of these runs."""
     if runs is None:
         return sorted(store.newest())
-    found = [Newest(cell, past, {}) for cell, past in store.current(runs).items()]
-    texts = _texts(store, found)
-    return [one._replace(versions=exact(one.cell, said, pins)) for one, (said, pins) in zip(found, texts, strict=True)]
-
-
-def differs(found: Newest, asked: Mapping[str, str]) -> list[str]:
-    """The axes on which a tested combination differs from the requested one."""
-    return [axis for axis in in_order(asked) if not same(asked[axis], value(found, axis))]
+    found = []
+    for cell, past in store.current(runs).items():
+        result = store.result(past.run.id, cell, past.summary.attempt, log=False) if past.summary.verdict else None
+        found.append(Newest(cell, past, exact(cell, result.environment, result.pins) if result else {}))
+    return found
 
 
 def in_order(asked: Collection[str]) -> list[str]:
@@ -250,33 +273,30 @@ def in_order(asked: Collection[str]) -> list[str]:
     return [axis for axis in (*ORDER[:2], *own, *ORDER[2:]) if axis in asked]
 
 
-def value(found: Newest, axis: str) -> str:
-    """The value of an axis in a result: the exact version, where it has one."""
-    return found.versions.get(axis) or _given(found, axis)
+def _given(cell: Cell, axis: str) -> str:
+    return str(getattr(cell, axis)) if axis in AXES else dict(cell.extra).get(axis, "")
 
 
-def _given(found: Newest, axis: str) -> str:
-    return str(getattr(found.cell, axis)) if axis in AXES else dict(found.cell.extra).get(axis, "")
+def _fits(one: Tested, asked: Mapping[str, str]) -> bool:
+    return all(same(value, one[axis]) for axis, value in asked.items())
 
 
-def verdict_of(found: Newest) -> Verdict:
-    """The verdict of a result whose tests ran."""
-    summary = found.past.summary
-    if summary.verdict in ("passed", "flaky", "known"):
-        return summary.verdict
-    return "wrong" if summary.kind == "wrong" else "failed"
+def _verdict(found: Newest) -> tuple[Verdict, str]:
+    """The verdict of the newest result of a cell, and the reason."""
+    run, summary = found.past
+    verdict = summary.verdict
+    if verdict == "failed":
+        return "wrong" if summary.kind == "wrong" else "failed", summary.reason
+    if verdict and verdict != "not run":
+        return verdict, summary.reason
+    if summary.state == "excluded":
+        return "refused", summary.reason
+    word = "was not run" if summary.state == "not run" else "has no result yet"
+    return "unknown", f"{found.cell} {word} in {run.id}{f': {summary.reason}' if summary.reason else ''}"
 
 
-def _ended(found: Newest) -> bool:
-    return found.past.summary.verdict in ENDED
-
-
-def _passed(found: Newest) -> bool:
-    return found.past.summary.state == "passed"
-
-
-def _earlier(store: Store, cells: Sequence[Cell], asked: Mapping[str, str]) -> list[Newest]:
-    """The newest result of each of these cells with exactly the requested versions, in whole runs."""
+def _earlier(store: Store, cells: Sequence[Cell]) -> list[Newest]:
+    """The newest result of each of these cells in each of its environments, in whole runs."""
     origin = (RESULT.c.environment_id, RESULT.c.pins_id)
     best: Select[Any] = select(func.max(RESULT.c.id)).join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
     best = best.where(RUN.c.partial.is_(False), stored.HAS_ENDED, stored.IS_LAST)
@@ -285,111 +305,36 @@ def _earlier(store: Store, cells: Sequence[Cell], asked: Mapping[str, str]) -> l
         for names in stored.chunks(cell.name for cell in cells):
             keys = best.where(RESULT.c.cell_id.in_(select(CELL.c.id).where(CELL.c.name.in_(names))))
             newest = RESULT.c.id.in_(keys.group_by(RESULT.c.cell_id, *origin))
-            rows += connection.execute(stored.results(*origin, *stored.RUN_FIELDS).where(newest)).all()
+            rows += connection.execute(stored.summary(*origin, *stored.RUN_FIELDS, every=True).where(newest)).all()
         texts = stored.texts_of(connection, (key for row in rows for key in row[stored.SUMMARY : stored.SUMMARY + 2]))
     found = []
     for row in rows:
         cell, (environment, pins) = stored.cell_of(row), row[stored.SUMMARY : stored.SUMMARY + 2]
         versions = exact(cell, stored.environment_of(texts.get(environment)), texts.get(pins, ""))
         found.append(Newest(cell, stored.past_of(row), versions))
-    return [one for one in found if not differs(one, asked)]
+    return found
 
 
-def _texts(store: Store, of: Iterable[Newest]) -> list[tuple[Mapping[str, Any], str]]:
-    """The environments that these results report, and their pins."""
-    query = select(RESULT.c.environment_id, RESULT.c.pins_id)
-    with store.reading() as connection:
-        keys = [
-            connection.execute(stored.of_cell(query, one.past.run.id, one.cell, one.past.summary.attempt)).first()
-            or (None, None)
-            for one in of
-        ]
-        texts = stored.texts_of(connection, (key for pair in keys for key in pair))
-    return [(stored.environment_of(texts.get(environment)), texts.get(pins, "")) for environment, pins in keys]
-
-
-def _tested(found: Newest, environment: Mapping[str, Any], asked: Mapping[str, str]) -> Tested:
-    run, summary = found.past.run, found.past.summary
-    return Tested(
-        cell=found.cell.name,
-        verdict=verdict_of(found),
-        kind=summary.kind,
-        reason=clean(summary.reason),
-        **{axis: value(found, axis) for axis in AXES},
-        extra=dict(found.cell.extra),
-        run=run.id,
-        run_label=clean(run.label),
-        revision=clean(run.revision),
-        attempt=summary.attempt,
-        started=summary.started,
-        tests=dict(summary.counts.items()),
-        shims=[*_shims(environment)],
-        differs=[Difference(axis=axis, asked=asked[axis], tested=value(found, axis)) for axis in differs(found, asked)],
-    )
-
-
-def _last_of_each(found: Iterable[Newest]) -> list[Newest]:
+def _last_of_each(found: Iterable[Tested]) -> Iterable[Tested]:
     """The last result for each combination; cells such as 5.9 and 5.9.0 may have tested the same one."""
-    newest: dict[tuple[object, ...], Newest] = {}
-    for one in sorted(found, key=lambda one: one.past.run.started):
-        rest = tuple(value(one, axis) for axis in AXES if axis != "python")
-        newest[(release(value(one, "python"))[:2], rest, one.cell.extra)] = one
-    return [*newest.values()]
+    newest: dict[tuple[object, ...], Tested] = {}
+    for one in sorted(found, key=lambda one: (one.started is not None, one.started)):
+        same_axes = (one[axis] for axis in (*AXES[1:], *one.extra))
+        key = (release(one.python)[:2], tuple(one.extra), *same_axes)
+        newest[key] = one
+    return newest.values()
 
 
-def _shims(environment: Mapping[str, Any]) -> Iterator[Shim]:
-    found = environment.get("shims")
-    if isinstance(found, Mapping):
-        whole = {clean(str(name)): {**shim, "seams": []} for name, shim in found.items() if isinstance(shim, Mapping)}
-        for name, state, reason, _ in shims(whole):
-            yield Shim(name=name, state=clean(state), reason=clean(reason))
-
-
-def _refusals(newest: Iterable[Newest]) -> list[Refusal]:
-    """The excluded ones among these cells. A rule against a minor release excludes all its patches."""
-    found: dict[str, list[str]] = {}
-    for one in newest:
-        if one.past.summary.state == "excluded":
-            found.setdefault(clean(one.past.summary.reason), []).append(one.cell.name)
-    return [Refusal(reason=reason, cells=len(names), cell=names[0]) for reason, names in found.items()]
-
-
-def why_unknown(newest: Sequence[Newest]) -> str:
-    """The reason why these cells have no result."""
-    for one in newest:
-        if one.past.summary.state in ("not run", "unfinished"):
-            because = f": {clean(one.past.summary.reason)}" if one.past.summary.reason else ""
-            word = "was not run" if one.past.summary.state == "not run" else "has no result yet"
-            return f"{one.cell} {word} in {one.past.run.id}{because}"
-    return "it was not tested"
-
-
-def _nearness(asked: Mapping[str, str]) -> Callable[[Newest], tuple[object, ...]]:
+def _distance(one: Tested, asked: Mapping[str, str]) -> tuple[object, ...]:
     """A key that sorts combinations by their distance from the requested one."""
-    axes = in_order(asked)
-    versioned = [axis for axis in axes if parsed(asked[axis])]
-
-    @cache
-    def minor(axis: str, own: str) -> object:
-        if axis not in versioned:
-            return own != asked[axis], 0, False
-        there, wanted = release(own)[:2], release(asked[axis])[:2]
-        return abs(there[0] - wanted[0]), abs(there[1] - wanted[1]), there > wanted
-
-    @cache
-    def patch(axis: str, own: str) -> object:
-        if axis not in versioned or same(asked[axis], own):
-            return 0, 0, False
-        there, wanted = release(own)[2], release(asked[axis])[2]
-        return 1, abs(there - wanted), there > wanted
-
-    @cache
-    def newest_first(python: str) -> object:
-        return tuple(-number for number in release(python))
-
-    def near(found: Newest) -> tuple[object, ...]:
-        values = [(axis, value(found, axis)) for axis in axes]
-        minors, patches = [minor(*one) for one in values], [patch(*one) for one in values]
-        return (*minors, *patches, newest_first(value(found, "python")), found.cell)
-
-    return near
+    minors, patches = [], []
+    for axis in in_order(asked):
+        own, wanted = one[axis], asked[axis]
+        if parsed(wanted) is None:
+            minors.append((int(own != wanted), 0, False))
+            continue
+        there, here = release(own), release(wanted)
+        minors.append((abs(there[0] - here[0]), abs(there[1] - here[1]), there[:2] > here[:2]))
+        differ = not same(wanted, own)
+        patches.append((differ, differ and abs(there[2] - here[2]), differ and there[2] > here[2]))
+    return (*minors, *patches, *(-number for number in release(one.python)), one.cell)

@@ -1,4 +1,4 @@
 """The names that a project uses and patches upstream, in each release.
 
-Its files are parsed, not imported: `source_tree` has the scan, `report` its output.
+Its files are parsed, not imported: `uses` has the scan, `report` its output.
 """

@@ -14,11 +14,7 @@ from ..releases import Release
 from ..scan import Event, Findings, claims, history
 from ..sources import Found
 from ..upstream import SERVED, Replacement, distribution_of, replacements
-from .source_tree import Scan
-from .walker import Use
-
-#: The top-level packages of the distributions that the atlas reads.
-PACKAGES = ("transformers", "torch", "flash_attn")
+from .uses import Scan, Use
 
 
 @dataclass(frozen=True)
@@ -91,11 +87,8 @@ def targets_of(found: Scan) -> dict[str, list[str]]:
     """The names to look up in each release, by distribution: the owners of the names that are used, and themselves."""
     targets: dict[str, dict[str, None]] = {}
     for use in found.uses:
-        if use.name.partition(".")[0] in PACKAGES:
-            several = targets.setdefault(distribution_of(use.name), {})
-            several.update(
-                dict.fromkeys([*_owners(use.name), use.name, *_owners(_served(use.name)), _served(use.name)])
-            )
+        wanted = [*_beginnings(use.name), *_beginnings(_served(use.name))]
+        targets.setdefault(distribution_of(use.name), {}).update(dict.fromkeys(wanted))
     return {distribution: list(several) for distribution, several in targets.items()}
 
 
@@ -111,7 +104,8 @@ def names_of(
     guards = {name: [use.guard for use in uses if use.kind == "import"] for name, uses in by_name.items()}
     for name in [name for name in by_name if lacking[name] and not guards[name]]:
         # An attribute of an imported name that is missing itself: where the import is guarded, so is the attribute.
-        owner = next((one for one in _owners(name) if guards.get(one) and lacking[name] <= lacking[one]), None)
+        owners = _beginnings(name)[:-1]
+        owner = next((one for one in owners if guards.get(one) and lacking[name] <= lacking[one]), None)
         if owner is None:
             continue
         if all(guards[owner]):
@@ -121,7 +115,7 @@ def names_of(
     names = []
     for name, uses in sorted(by_name.items()):
         there = present[name]
-        owner_there = all(findings[release][name.rpartition(".")[0]].kind != "missing" for release in lacking[name])
+        owner_there = all(_owner(name, findings[release]).kind != "missing" for release in lacking[name])
         nowhere = bool(there) and len(lacking[name]) == len(there)
         homes = [one.home.replace(":", ".") for one in there.values() if one.home]
         applying = [shim for shim in shims if any(claims(shim, release) for release in there)]
@@ -133,37 +127,37 @@ def names_of(
 
 
 def _in_releases(name: str, releases: Mapping[str, Sequence[Release]], findings: Findings) -> dict[Release, Found]:
-    known = releases.get(distribution_of(name), ()) if name.partition(".")[0] in PACKAGES else ()
-    there = {release: _presence(name, release, findings) for release in known}
-    owner = name.rpartition(".")[0]
-    of_class = bool(owner) and any(findings[release][owner].kind == "class" for release in known)
+    there = {
+        release: _presence(name, findings[release], release) for release in releases.get(distribution_of(name), ())
+    }
+    of_class = any(_owner(name, findings[release]).kind == "class" for release in there)
     if of_class and all(one.kind == "missing" for one in there.values()):
         # A base class of another distribution may have it, or the project adds it.
-        return {release: Found("unknown", text="inherited or added") for release in known}
+        return {release: Found("unknown", text="inherited or added") for release in there}
     return there
 
 
-def _presence(name: str, release: Release, findings: Findings) -> Found:
+def _presence(name: str, findings: Mapping[str, Found], release: Release) -> Found:
     """A name in a release; unknown if only running the code would show it."""
-    found = findings[release][name]
+    found = findings[name]
+    if found.kind == "missing" and (served := _served(name)) != name and release.version.major >= 5:
+        there = _presence(served, findings, release)
+        found = found if there.kind == "missing" else there
     if found.kind != "missing":
         return found
-    served = _served(name)
-    if served != name and release.version.major >= 5:
-        there = _presence(served, release, findings)
-        if there.kind != "missing":
-            return there
-    above = [(one, findings[release][one]) for one in reversed(_owners(name))]
-    for owner, there in ((one, there) for one, there in above if there.kind != "missing"):
-        if there.kind == "class" or there.type == "module":
-            return found
-        return Found("unknown", text=f"an attribute of {owner}, {there}")
-    return found
+    above = next((one for one in reversed(_beginnings(name)) if findings[one].kind != "missing"), None)
+    if above is None or findings[above].kind == "class" or findings[above].type == "module":
+        return found
+    return Found("unknown", text=f"an attribute of {above}, {findings[above]}")
 
 
-def _owners(name: str) -> list[str]:
-    """The beginnings of a dotted name."""
-    return [*accumulate(name.split("."), "{}.{}".format)][:-1]
+def _owner(name: str, findings: Mapping[str, Found]) -> Found:
+    return findings.get(name.rpartition(".")[0], Found("value", type="module"))
+
+
+def _beginnings(name: str) -> list[str]:
+    """The beginnings of a dotted name, and itself."""
+    return [*accumulate(name.split("."), "{}.{}".format)]
 
 
 def _served(name: str) -> str:

@@ -7,23 +7,19 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from rich.console import Console
 from rich.text import Text
 
-from kernel_compat.patching.shim import Shim
-
 from ... import __version__
 from ...words import plural
 from ..releases import Release
-from ..scan import Findings
-from ..tables import heading, history_table, when
-from ..upstream import REPLACEMENTS, Replacement
-from .names import PACKAGES, Name, names_of, targets_of
-from .source_tree import Scan, scan
-from .walker import Use
+from ..scan import heading, history_table
+from ..upstream import PACKAGES, Replacement
+from .names import Name
+from .uses import Scan, Use
 
 _GUARDS = {"try": "in a try", "check": "behind a check", "typing": "for type checkers"}
 #: The rules of SARIF results and what they find.
@@ -35,36 +31,14 @@ _RULES = {
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
 
-class _Finding(NamedTuple):
-    """A result of a rule at a place."""
-
-    rule: str
-    level: Literal["error", "warning", "note"]
-    message: str
-    use: Use
-
-
-def scan_project(arguments: argparse.Namespace) -> tuple[Scan, dict[str, list[str]]]:
-    """Scan the project of the arguments; returns also the names to look up in each release, by distribution.
-
-    Raises:
-        MatrixError: it isn't a folder with Python files.
-    """
-    calls = [pattern for one in REPLACEMENTS if one.called for pattern in one.patterns]
-    found = scan(arguments.project, PACKAGES, calls, arguments.exclude)
-    return found, targets_of(found)
-
-
 def show_project(
     arguments: argparse.Namespace,
     found: Scan,
+    names: Sequence[Name],
     releases: Mapping[str, Sequence[Release]],
-    findings: Findings,
-    shims: Sequence[Shim],
     notes: Sequence[str],
 ) -> int:
     """Print what was found; returns the exit code: 1 if a release lacks a name that is used without a guard."""
-    names = names_of(found, releases, findings, shims)
     if arguments.sarif:
         print(json.dumps(_as_sarif(found, names), indent=2))
     elif arguments.json:
@@ -166,50 +140,44 @@ def _as_sarif(found: Scan, names: Sequence[Name]) -> dict[str, Any]:
         {"level": "warning", "message": {"text": f"{path}: {why}"}, "locations": [_location(path)]}
         for path, why in found.unread.items()
     ]
-    results = [
-        {
-            "ruleId": one.rule,
-            "ruleIndex": [*_RULES].index(one.rule),
-            "level": one.level,
-            "message": {"text": one.message},
-            "locations": [_location(one.use.path, startLine=one.use.line, startColumn=one.use.column)],
-            "partialFingerprints": {"nameInFile/v1": _fingerprint(one)},
-        }
-        for name in names
-        for one in _findings(name)
-    ]
     run = {
         "tool": {"driver": {"name": "kernel-compat-matrix", "version": __version__, "rules": rules}},
         "columnKind": "unicodeCodePoints",
         "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": unread}],
-        "results": results,
+        "results": [result for name in names for use in name.uses for result in _results(name, use)],
     }
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
 
 
-def _findings(name: Name) -> Iterator[_Finding]:
-    """The findings about a name, one for each place."""
-    missing = f"{name.distribution}: {name.name} is missing: {name.state}"
-    forms = "; ".join(f"{when(event)} {event.found}" for event in name.history if event.what != "vanished")
-    changed = f"{name.name} is patched, and has other parameters: {forms}"
-    calls = "; ".join(f"{one.call} {one.gives}" for one in name.replacements)
-    unnecessary = f"kernel-compat makes this patch of {name.name} unnecessary: {calls}"
-    for use in name.uses:
-        if name.lacking and not name.added and use.kind != "call":
-            guarded = f" (used {_GUARDS[use.guard]})" if use.guard else ""
-            yield _Finding("missing-name", "note" if use.guard else "error", f"{missing}{guarded}", use)
-        if name.changed and use.kind == "patch":
-            yield _Finding("changed-signature", "warning", changed, use)
-        if name.replacements and use.kind in ("patch", "call"):
-            yield _Finding("unnecessary-patch", "note", unnecessary, use)
+def _results(name: Name, use: Use) -> Iterator[dict[str, Any]]:
+    """What is found out about a name at one of its places."""
+
+    def result(rule: str, level: str, message: str) -> dict[str, Any]:
+        # The same where lines above the place are added or removed.
+        fingerprint = hashlib.sha256(f"{rule} {use.path} {use.kind} {use.name}".encode()).hexdigest()[:32]
+        return {
+            "ruleId": rule,
+            "ruleIndex": [*_RULES].index(rule),
+            "level": level,
+            "message": {"text": message},
+            "locations": [_location(use.path, startLine=use.line, startColumn=use.column)],
+            "partialFingerprints": {"nameInFile/v1": fingerprint},
+        }
+
+    if name.lacking and not name.added and use.kind != "call":
+        guarded = f" (used {_GUARDS[use.guard]})" if use.guard else ""
+        text = f"{name.distribution}: {name.name} is missing: {name.state}{guarded}"
+        yield result("missing-name", "note" if use.guard else "error", text)
+    if name.changed and use.kind == "patch":
+        forms = "; ".join(f"{event.when} {event.found}" for event in name.history if event.what != "vanished")
+        text = f"{name.name} is patched, and has other parameters: {forms}"
+        yield result("changed-signature", "warning", text)
+    if name.replacements and use.kind in ("patch", "call"):
+        calls = "; ".join(f"{one.call} {one.gives}" for one in name.replacements)
+        text = f"kernel-compat makes this patch of {name.name} unnecessary: {calls}"
+        yield result("unnecessary-patch", "note", text)
 
 
 def _location(path: str, **region: int) -> dict[str, Any]:
     where = {"artifactLocation": {"uri": quote(path), "uriBaseId": "%SRCROOT%"}}
     return {"physicalLocation": {**where, "region": region} if region else where}
-
-
-def _fingerprint(finding: _Finding) -> str:
-    """The same where lines above a place are added or removed."""
-    use = finding.use
-    return hashlib.sha256(f"{finding.rule} {use.path} {use.kind} {use.name}".encode()).hexdigest()[:32]

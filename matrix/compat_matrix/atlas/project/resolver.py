@@ -6,7 +6,6 @@ import ast
 import builtins
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice, product, takewhile
 from typing import NamedTuple
@@ -18,7 +17,7 @@ IMPORTERS = ("import_module", "importorskip", "__import__")
 #: Literals of containers.
 _DISPLAYS = (ast.Tuple, ast.List, ast.Set, ast.Dict)
 #: Values of one expression, and rows of loops within loops, that are followed.
-MANY = 64
+_MANY = 64
 #: Expressions within expressions, and names for names, that are followed.
 _DEEP = 50
 _BUILTINS = frozenset(dir(builtins))
@@ -29,33 +28,25 @@ _CHECKING = re.compile(
 
 
 class Value(NamedTuple):
-    """What an expression may be.
-
-    Attributes:
-        text: the path of an object, or a text.
-        is_object: which of both.
-        given: whether it depends on an argument of the call that is followed.
-    """
+    """What an expression may be: an object, with its path, or a text."""
 
     text: str
-    is_object: bool
-    given: bool = False
+    is_object: bool = True
 
-    def followed(self, text: str, other: Value | None = None, *, is_object: bool = True) -> Value:
-        """The value with a text after it, which another value may have been a part of."""
-        return Value(self.text + text, is_object, self.given or (other is not None and other.given))
-
-
-#: Values of names in calls and in rows of loops that are followed.
-Frame = Mapping[tuple[Scope, str], tuple[Value, ...]]
+    def attribute(self, name: str) -> Value:
+        """An attribute of the object."""
+        return Value(f"{self.text}.{name}")
 
 
-@dataclass(frozen=True)
-class Env:
-    """Where an expression is evaluated."""
+class Env(NamedTuple):
+    """Where an expression is evaluated.
+
+    Attributes:
+        frame: the known values of parameters in a call, and of names in a row of a loop.
+    """
 
     scope: Scope
-    frame: Frame
+    frame: Mapping[tuple[Scope, str], tuple[Value, ...]] = {}
 
 
 class Resolver:
@@ -70,8 +61,8 @@ class Resolver:
         self._packages = frozenset(packages)
         self._active: set[object] = set()
         self._depth = 0
-        self._known: dict[tuple[Scope, str, int], tuple[Value, ...]] = {}
-        self._checks: dict[tuple[Scope, str], bool] = {}
+        self._known: dict[tuple[Scope, str], tuple[Value, ...]] = {}
+        self._checks: dict[ast.expr, bool] = {}
 
     def is_foreign(self, path: str) -> bool:
         """Whether a path is one of the packages, or in one."""
@@ -79,14 +70,23 @@ class Resolver:
 
     def foreign_star(self, name: str, scope: Scope) -> str | None:
         """The path of a name that only a star import of another package can have bound."""
-        stars = scope.outermost.stars
-        if len(stars) != 1 or not self.is_foreign(stars[0].module) or name.startswith("_") or name in _BUILTINS:
+        modules = [module for module, _ in scope.outermost.stars]
+        if len(modules) != 1 or not self.is_foreign(modules[0]) or name.startswith("_") or name in _BUILTINS:
             return None
-        return f"{stars[0].module}.{name}" if scope.binder_of(name) is None else None
+        return f"{modules[0]}.{name}" if scope.binder_of(name) is None else None
 
-    def paths(self, node: ast.expr, env: Env) -> list[str]:
-        """The paths of the objects that an expression may be."""
-        return list(dict.fromkeys(value.text for value in self.evaluate(node, env) if value.is_object))
+    def objects(self, node: ast.expr, env: Env) -> list[Value]:
+        """The objects that an expression may be."""
+        return [value for value in self.evaluate(node, env) if value.is_object]
+
+    def texts(self, node: ast.expr, env: Env) -> list[str]:
+        """The texts that an expression may be."""
+        return [value.text for value in self.evaluate(node, env) if not value.is_object]
+
+    def attributes(self, owner: ast.expr, name: ast.expr, env: Env) -> list[Value]:
+        """The attributes that ``getattr(owner, name)`` and the like may mean."""
+        several = product(self.objects(owner, env), self.texts(name, env))
+        return [of.attribute(name) for of, name in several if name.isidentifier()]
 
     def evaluate(self, node: ast.expr | None, env: Env) -> list[Value]:
         """The objects and texts that an expression may be, as far as the source shows them."""
@@ -94,58 +94,50 @@ class Resolver:
             return []
         self._depth += 1
         try:
-            return list(dict.fromkeys(islice(self._evaluate(node, env), MANY)))
+            found = (one for value in self._evaluate(node, env) for one in self.canonical(value))
+            return list(dict.fromkeys(islice(found, _MANY)))
         finally:
             self._depth -= 1
 
     def function(self, path: str) -> Scope | None:
         """The function of the tree at a path; of a class, its constructor."""
-        parts = path.split(".")
-        length = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in self.modules), 0)
-        scope = self.modules.get(".".join(parts[:length]))
-        for part in parts[length:] if scope is not None else ():
-            assert scope is not None
-            definition = next((one.definition for one in reversed(scope.names.get(part, ())) if one.definition), None)
-            if definition is None:
-                return None
-            scope = scope.inner(definition)
+        scope, rest = self._located(path)
+        for part in rest:
+            defined = [one.place for one in scope.names.get(part, ()) if one.definition] if scope else []
+            scope = scope.inner(defined[-1]) if scope and defined else None
         if scope is not None and scope.is_class:
             return self.function(f"{path}.__init__")
-        return None if scope is None or isinstance(scope.node, ast.Module) else scope
+        return scope if scope is not None and scope.is_function else None
 
-    def called(self, function: Scope, call: ast.Call, env: Env, *, given: bool) -> Frame:
-        """The values of the parameters of a function in a call.
-
-        Args:
-            given: mark all of them as arguments of the call that is followed.
-        """
-        assert isinstance(function.node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        outside = Env(function.parent or function, {})
-        signature = signature_of(function.node)
+    def called(self, function: Scope, call: ast.Call, env: Env) -> Env:
+        """The inside of a function in a call, with the known values of its parameters."""
+        node = function.place.node
+        assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        outside = Env(function.parent or function)
         passed = [*takewhile(lambda one: not isinstance(one, ast.Starred), call.args)]
+        named = {one.arg: one.value for one in call.keywords if one.arg is not None}
         try:
-            bound = signature.bind_partial(
-                *([None] if function.is_method else []),
-                *passed,
-                **{one.arg: one.value for one in call.keywords if one.arg is not None},
-            )
-        except TypeError:  # the call fails, too
-            return {}
+            bound = signature_of(node).bind_partial(*([None] if function.is_method else []), *passed, **named)
+        except (TypeError, ValueError):  # the call, or the definition, fails too
+            return Env(function)
         bound.apply_defaults()
         frame = {}
         for name, argument in bound.arguments.items():
-            values: Iterable[Value] = ()
             if isinstance(argument, Default):
-                values = self.evaluate(argument.node, outside)
+                frame[function, name] = tuple(self.evaluate(argument.node, outside))
             elif isinstance(argument, ast.expr):
-                values = self.evaluate(argument, env)
-            if not (function.is_method and name == next(iter(signature.parameters))):
-                frame[function, name] = tuple(one._replace(given=given or one.given) for one in values)
-        return frame
+                frame[function, name] = tuple(self.evaluate(argument, env))
+        return Env(function, {key: values for key, values in frame.items() if values})
 
-    def rows(self, loop: Loop, env: Env, most: int) -> list[Frame]:
-        """The frame of each row of a loop over a literal; a single frame for all rows if there are more than `most`."""
-        found: list[Frame] = [
+    def unrolled(self, loops: Iterable[Loop], envs: list[Env]) -> list[Env]:
+        """An environment for each row of loops over literals; a single one for the rows of a loop that are too many."""
+        for loop in loops:
+            most = _MANY // len(envs)
+            envs = [inner for env in envs for inner in self._in_rows(loop, env, most)]
+        return envs
+
+    def _in_rows(self, loop: Loop, env: Env, most: int) -> list[Env]:
+        found = [
             {
                 (env.scope, name): tuple(self.evaluate(row if column is None else _column(row, column), env))
                 for name, column in columns(loop.target)
@@ -153,68 +145,67 @@ class Resolver:
             for row in self._rows(loop.iter, env.scope)
         ]
         if len(found) > most:
-            found = [{key: tuple(value for row in found for value in row[key])[:MANY] for key in found[0]}]
-        return [{**env.frame, **row} for row in found] or [env.frame]
+            found = [{key: tuple(value for row in found for value in row[key])[:_MANY] for key in found[0]}]
+        return [Env(env.scope, {**env.frame, **row}) for row in found] or [env]
 
     def canonical(self, value: Value) -> Iterator[Value]:
         """An object of the project, followed through its imports to the object of another package."""
-        path = value.text
-        if not value.is_object or self.is_foreign(path):
+        if self.is_foreign(value.text) or not value.is_object:
             yield value
             return
+        scope, rest = self._located(value.text)
+        found: tuple[Value, ...] = ()
+        if scope is not None and rest and (rest[0] in scope.names or scope.stars):
+            found = self._once(("canonical", value.text), partial(self._lookup, rest[0], Env(scope)))
+        for one in found:
+            if one.is_object or not rest[1:]:
+                moved = one._replace(text=".".join([one.text, *rest[1:]]))
+                yield from (self.canonical(moved) if moved.text != value.text else (moved,))
+        if not found:
+            yield value
+
+    def _located(self, path: str) -> tuple[Scope | None, list[str]]:
+        """The module that a path of the tree begins with, and the names after it."""
         parts = path.split(".")
-        for length in range(len(parts) - 1, 0, -1):
-            module, name = ".".join(parts[:length]), parts[length]
-            scope = self.modules.get(module)
-            if scope is None:
-                continue
-            if f"{module}.{name}" in self.modules or not (name in scope.names or scope.stars):
-                break
-            rest = "".join(f".{part}" for part in parts[length + 1 :])
-            found = self._once(("canonical", path), partial(self._lookup, name, Env(scope, {})))
-            for one in found:
-                if not rest or one.is_object:
-                    moved = one.followed(rest, value, is_object=one.is_object)
-                    yield from (self.canonical(moved) if moved.text != path else (moved,))
-            if found:
-                return
-            break
-        yield value
+        length = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in self.modules), 0)
+        return self.modules.get(".".join(parts[:length])), parts[length:]
 
     def is_check(self, node: ast.expr, scope: Scope) -> bool:
         """Whether a condition depends on versions, or on what is installed or there."""
-        for one in ast.walk(node):
-            name = last_name(one)
-            if (name and _CHECKING.search(name)) or _is_sys_modules(one):
-                return True
-            if isinstance(one, ast.Name) and self._name_checks(one.id, scope):
-                return True
-        return False
+        if node not in self._checks:
+            self._checks[node] = self._checked(node, scope, set())
+        return self._checks[node]
 
-    def _name_checks(self, name: str, scope: Scope | None) -> bool:
-        binder = scope.binder_of(name) if scope is not None else None
-        if binder is None:
+    def _checked(self, node: ast.expr, scope: Scope, seen: set[tuple[Scope, str]]) -> bool:
+        return any(
+            bool(_CHECKING.search(last_name(one)))
+            or _is_sys_modules(one)
+            or (isinstance(one, ast.Name) and self._name_checks(one.id, scope, seen))
+            for one in ast.walk(node)
+        )
+
+    def _name_checks(self, name: str, scope: Scope, seen: set[tuple[Scope, str]]) -> bool:
+        binder = scope.binder_of(name)
+        if binder is None or (binder, name) in seen:
             return False
-        if (binder, name) not in self._checks:
-            self._checks[binder, name] = False  # within a circle
-            self._checks[binder, name] = any(self._binding_checks(one, name, binder) for one in binder.names[name])
-        return self._checks[binder, name]
+        seen.add((binder, name))
+        return any(self._binding_checks(one, name, binder, seen) for one in binder.names[name])
 
-    def _binding_checks(self, binding: Binding, name: str, scope: Scope) -> bool:
+    def _binding_checks(self, binding: Binding, name: str, scope: Scope, seen: set[tuple[Scope, str]]) -> bool:
         if binding.guarded:
             return True
         if (expression := binding.expression) is not None:
-            if isinstance(expression, ast.Name) and expression.id == name and binding.loops:
+            if binding.place.field == "target":
                 expression = binding.loops[-1].iter
             constant = isinstance(expression, (*_DISPLAYS, ast.Lambda, Element))
-            return not constant and self.is_check(expression, scope)
+            return not constant and self._checked(expression, scope, seen)
         path = f"{scope.path}.{name}" if binding.definition is not None else binding.path or ""
         if self.is_foreign(path):
             return False
         if (function := self.function(path)) is not None and not function.is_method:
-            return any(self.is_check(one, function) for one in function.returns)
+            return any(self._checked(one, function, seen) for one in function.returns)
         module, _, attribute = path.rpartition(".")
-        return path != f"{scope.path}.{name}" and self._name_checks(attribute, self.modules.get(module))
+        return module in self.modules and self._name_checks(attribute, self.modules[module], seen)
 
     def _lookup(self, name: str, env: Env, seen: frozenset[str] = frozenset()) -> tuple[Value, ...]:
         """The values of a name; by star imports, from modules that haven't been seen."""
@@ -222,27 +213,25 @@ class Resolver:
             if (scope, name) in env.frame:
                 return env.frame[scope, name]
             if name in scope.names:
-                return self._bound(name, scope, env.frame)
+                return self._bound(name, scope, env)
         if starred := self.foreign_star(name, env.scope):
-            return (Value(starred, True),)
+            return (Value(starred),)
         module = env.scope.outermost
         values: tuple[Value, ...] = ()
-        for star in module.stars:
-            if star.module in self.modules and star.module not in seen:
-                seen |= {module.path, star.module}
-                values += self._lookup(name, Env(self.modules[star.module], {}), seen)
+        for star, _ in module.stars:
+            if star in self.modules and star not in seen:
+                seen |= {module.path, star}
+                values += self._lookup(name, Env(self.modules[star]), seen)
         return values
 
-    def _bound(self, name: str, scope: Scope, frame: Frame) -> tuple[Value, ...]:
-        around = set(scope.visible())
-        frame = {key: values for key, values in frame.items() if key[0] in around}
-        key = (scope, name, len(scope.names[name]))
-        if not frame and key in self._known:
+    def _bound(self, name: str, scope: Scope, env: Env) -> tuple[Value, ...]:
+        around = {*scope.visible()}
+        env = Env(scope, {key: values for key, values in env.frame.items() if key[0] in around})
+        key = (scope, name)
+        if not env.frame and key in self._known:
             return self._known[key]
-        found = self._once(
-            key, lambda: (v for one in scope.names[name] for v in self._of_binding(one, Env(scope, frame)))
-        )
-        if not frame and not self._active:  # within a circle the values are incomplete
+        found = self._once(key, lambda: (value for one in scope.names[name] for value in self._of_binding(one, env)))
+        if not env.frame and not self._active:  # within a circle the values are incomplete
             self._known[key] = found
         return found
 
@@ -252,27 +241,20 @@ class Resolver:
             return ()
         self._active.add(what)
         try:
-            return tuple(dict.fromkeys(islice(compute(), MANY)))
+            return tuple(dict.fromkeys(islice(compute(), _MANY)))
         finally:
             self._active.discard(what)
 
     def _of_binding(self, binding: Binding, env: Env) -> Iterator[Value]:
         if binding.path is not None:
-            yield from self.canonical(Value(binding.path, True))
+            yield from self.canonical(Value(binding.path))
         elif binding.definition is not None:
-            yield Value(f"{env.scope.path}.{binding.definition.name}", True)
+            yield Value(f"{env.scope.path}.{binding.definition.name}")
         else:
-            for each in self._in_loops(binding, env):
+            known = {name for scope, name in env.frame if scope is env.scope}
+            loops = [one for one in binding.loops if known.isdisjoint(name for name, _ in columns(one.target))]
+            for each in self.unrolled(loops, [env]):
                 yield from self.evaluate(binding.expression, each)
-
-    def _in_loops(self, binding: Binding, env: Env) -> list[Env]:
-        """An environment for each row of the loops that an assignment is in."""
-        envs = [env]
-        for loop in binding.loops:
-            if not any((env.scope, name) in env.frame for name, _ in columns(loop.target)):
-                most = MANY // len(envs)
-                envs = [Env(env.scope, row) for one in envs for row in self.rows(loop, one, most)]
-        return envs
 
     def _rows(self, node: ast.expr, scope: Scope) -> Sequence[ast.expr]:
         """The elements of a literal, or of the first literal that a name is bound to."""
@@ -294,19 +276,23 @@ class Resolver:
         if not isinstance(node, ast.Name):
             return node
         binder = scope.binder_of(node.id)
-        bound = binder.names[node.id] if binder is not None else []
-        return next((one.expression for one in bound if isinstance(one.expression, _DISPLAYS)), None)
+        bound = [one.expression for one in binder.names[node.id]] if binder is not None else []
+        match next((one for one in bound if isinstance(one, (*_DISPLAYS, ast.DictComp))), None):
+            case ast.DictComp(
+                ast.Name(key), value, [ast.comprehension(ast.Name(target), ast.List(rows) | ast.Tuple(rows))]
+            ):
+                return ast.Dict([*rows], [value] * len(rows)) if key == target else None
+            case found:
+                return found
 
     def _evaluate(self, node: ast.expr, env: Env) -> Iterator[Value]:
         match node:
             case ast.Constant(value=str(text)):
-                yield Value(text, False)
+                yield Value(text, is_object=False)
             case ast.Name():
                 yield from self._lookup(node.id, env)
             case ast.Attribute():
-                for value in self.evaluate(node.value, env):
-                    if value.is_object:
-                        yield from self.canonical(value.followed(f".{node.attr}"))
+                yield from (one.attribute(node.attr) for one in self.objects(node.value, env))
             case ast.IfExp(body=first, orelse=second):
                 yield from (*self.evaluate(first, env), *self.evaluate(second, env))
             case ast.BoolOp():
@@ -319,9 +305,9 @@ class Resolver:
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 yield from self._concatenated([left, right], env)
             case ast.Subscript() if owner := table_owner(node.value):
-                yield from self._attribute(owner, node.slice, env)
+                yield from self.attributes(owner, node.slice, env)
             case ast.Subscript() if _is_sys_modules(node.value):
-                yield from self._imported(node.slice, env)
+                yield from map(Value, self.texts(node.slice, env))
             case ast.Subscript(
                 value=ast.Call(
                     func=ast.Attribute(value=text, attr="rsplit" | "rpartition" | "split"), args=[ast.Constant("."), *_]
@@ -332,46 +318,33 @@ class Resolver:
                     head, _, tail = value.text.rpartition(".")
                     yield value._replace(text=head if index == 0 else tail)
             case ast.Call():
-                yield from self._called(node, env)
+                yield from self._result(node, env)
 
     def _concatenated(self, nodes: Sequence[ast.expr], env: Env) -> Iterator[Value]:
-        texts = [[value for value in self.evaluate(one, env) if not value.is_object] for one in nodes]
-        for several in islice(product(*texts), MANY):
-            yield Value("".join(one.text for one in several), False, any(one.given for one in several))
+        for several in islice(product(*(self.texts(one, env) for one in nodes)), _MANY):
+            yield Value("".join(several), is_object=False)
 
-    def _called(self, node: ast.Call, env: Env) -> Iterator[Value]:
+    def _result(self, node: ast.Call, env: Env) -> Iterator[Value]:
+        """The values of a call."""
         match node:
-            case ast.Call(args=[first, *others]) if last_name(node.func) == "__import__":
-                package = not others and not node.keywords
-                for module in self._imported(first, env) if package else ():
-                    yield module._replace(text=module.text.partition(".")[0])
-            case ast.Call(args=[first, *_]) if last_name(node.func) in IMPORTERS:
-                yield from self._imported(first, env)
-            case ast.Call(args=[owner, name, *_]) if last_name(node.func) == "getattr":
-                yield from self._attribute(owner, name, env)
+            case ast.Call(args=[first], keywords=[]) if last_name(node.func) == "__import__":
+                yield from (Value(text.partition(".")[0]) for text in self.texts(first, env))
+            case ast.Call(args=[first, *_]) if last_name(node.func) in IMPORTERS[:2]:
+                yield from map(Value, self.texts(first, env))
             case ast.Call(func=ast.Attribute(attr="get", value=table), args=[first, *_]) if _is_sys_modules(table):
-                yield from self._imported(first, env)
+                yield from map(Value, self.texts(first, env))
+            case ast.Call(args=[owner, name, *_]) if last_name(node.func) == "getattr":
+                yield from self.attributes(owner, name, env)
             case _:
-                for path in self.paths(node.func, env):
-                    yield from self._once(path, partial(self._returned, path, node, env))
+                for one in self.objects(node.func, env):
+                    yield from self._once(one.text, partial(self._returned, one.text, node, env))
 
     def _returned(self, path: str, call: ast.Call, env: Env) -> Iterator[Value]:
         function = self.function(path)
         if function is not None and function.path == path and function.returns:
-            inside = Env(function, self.called(function, call, env, given=False))
+            inside = self.called(function, call, env)
             for one in function.returns:
                 yield from self.evaluate(one, inside)
-
-    def _imported(self, name: ast.expr, env: Env) -> Iterator[Value]:
-        """The modules that a text may name."""
-        for value in self.evaluate(name, env):
-            if not value.is_object:
-                yield from self.canonical(value._replace(is_object=True))
-
-    def _attribute(self, owner: ast.expr, name: ast.expr, env: Env) -> Iterator[Value]:
-        for of, attribute in product(self.evaluate(owner, env), self.evaluate(name, env)):
-            if of.is_object and not attribute.is_object and attribute.text.isidentifier():
-                yield from self.canonical(of.followed(f".{attribute.text}", attribute))
 
 
 def table_owner(node: ast.expr) -> ast.expr | None:

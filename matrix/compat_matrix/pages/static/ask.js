@@ -1,5 +1,5 @@
-// The form of a report. It reads what is typed or pasted, and finds the answer among the results in answers.js, as a service does
-// in Python: `ask.py` reads, and `verdicts.py` judges.
+// The form of the first page. It reads what is typed or pasted. A service answers at the address with the releases; in a report the
+// answer is found among the results in answers.js, as `verdicts.py` finds it in Python.
 "use strict";
 
 const FLASH = /^(?:(?:flash[-_ ]?att(?:n|ention)|fa)(?:[-_ ]?([234]))?(?:[-_]fwd)?(?:[\s=@:v-]+(\d[\w.+]*))?|v?(\d)[\w.+]*)$/;
@@ -123,7 +123,8 @@ function answer(asked) {
   };
 }
 
-function read(values) {
+// What is typed: the value of each axis, and what can't be read, by the name of its field.
+function read(values, fields) {
   const asked = {};
   const errors = {};
   let typed = values;
@@ -135,7 +136,7 @@ function read(values) {
       errors.text = String(error);
     }
   }
-  for (const [axis, [name, , example]] of Object.entries(MATRIX.fields)) {
+  for (const [axis, [name, example]] of Object.entries(fields)) {
     const text = typed[name].trim().replace(/^["'`]+|["'`,;]+$/g, "");
     const word = !["tf", "pt", "fa", "py"].includes(name) && /^[a-z][a-z0-9_]*$/i.test(text);
     try {
@@ -168,8 +169,10 @@ function listed(evidence, asked) {
 }
 
 function show(form) {
-  const names = [...Object.values(MATRIX.fields).map(([name]) => name), "text"];
-  const { asked, errors, typed } = read(Object.fromEntries(names.map((name) => [name, form.elements[name].value])));
+  const inputs = [...form.querySelectorAll("[data-axis]")];
+  const fields = Object.fromEntries(inputs.map((one) => [one.dataset.axis, [one.id, one.placeholder]]));
+  const names = [...inputs.map((one) => one.id), "text"];
+  const { asked, errors, typed } = read(Object.fromEntries(names.map((name) => [name, form.elements[name].value])), fields);
   for (const name of names) {
     document.getElementById(`${name}-error`).textContent = errors[name] || "";
     if (errors[name]) form.elements[name].setAttribute("aria-invalid", "true");
@@ -178,6 +181,11 @@ function show(form) {
   const place = document.getElementById("answer");
   place.replaceChildren();
   if (Object.keys(errors).length || !Object.values(asked).some(Boolean)) return;
+  if (typeof MATRIX === "undefined") {
+    const given = Object.entries(fields).map(([axis, [name]]) => [name, asked[axis]]).filter(([, text]) => text);
+    location.assign(`${form.getAttribute("action")}?${new URLSearchParams(given)}`);
+    return;
+  }
   for (const name of names) if (name !== "text") form.elements[name].value = typed[name];
   const found = answer(asked);
   const [state, headline] = MATRIX.headlines[found.verdict];

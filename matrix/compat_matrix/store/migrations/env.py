@@ -1,13 +1,12 @@
-"""alembic's environment; `compat_matrix.store.schema` passes the connection, with an open transaction."""
+"""alembic's environment; `compat_matrix.store.database` passes the connection, with an open transaction."""
 
 from __future__ import annotations
 
 from alembic import context
 
-from compat_matrix.store import schema
-from compat_matrix.store.models import metadata
+from compat_matrix.store import database
 
 connection = context.config.attributes["connection"]
-context.configure(connection=connection, target_metadata=metadata, version_table=schema.VERSIONS)
+context.configure(connection=connection, version_table=database.VERSIONS)
 with context.begin_transaction():
     context.run_migrations()

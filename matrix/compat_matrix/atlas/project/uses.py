@@ -1,0 +1,321 @@
+"""The scan of a source tree: the uses of other packages in its files."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib.util import decode_source
+from itertools import takewhile
+from pathlib import Path
+from typing import Literal
+
+from ...errors import MatrixError
+from ..scopes import TRIES, Definition, Place, Scope, exceptions_caught, is_type_checking, last_name, parse
+from .resolver import IMPORTERS, Env, Resolver, Value, table_owner
+
+#: Folders that are no part of a project.
+_SKIPPED = ("__pycache__", "node_modules", "site-packages")
+#: Methods that change the table they belong to.
+_TABLE_METHODS = ("register", "update", "setdefault", "pop")
+#: Names of tables, and of classes that are used as one.
+_TABLE = re.compile(r"(^|\.)([^a-z.]*[A-Z][^a-z.]*|\w*Interface)$")
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+_ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+_CATCH_ALL = frozenset({"Exception", "BaseException"})
+#: Functions within functions whose parameters are followed.
+_DEEP = 8
+
+Kind = Literal["import", "access", "patch", "call"]
+Guard = Literal["", "try", "check", "typing"]
+#: A use without its place: its kind, the name, and the syntax.
+_Found = tuple[Kind, str, str]
+
+
+@dataclass(frozen=True, order=True)
+class Use:
+    """A place that names something of another package.
+
+    Attributes:
+        path: the file, relative to the project.
+        line: from 1.
+        column: from 1.
+        name: ``package.module.Class.attribute``; of an entry in a table, the table.
+        kind: ``call`` is reported for the functions that a scan looks for.
+        how: the syntax: ``import``, ``assignment``, ``setattr``, ``mock.patch``, ``item`` and the like; or the name of the project's
+            own function that patches its arguments, with ``()``.
+        guard: ``try``, if the code goes on where the name is missing; ``check``, if it runs under a condition on versions or on what
+            there is; ``typing``, if only type checkers read it.
+        deferred: whether it is in a function: it runs when that is called.
+    """
+
+    path: str
+    line: int
+    column: int
+    name: str
+    kind: Kind
+    how: str
+    guard: Guard = ""
+    deferred: bool = False
+
+    @property
+    def adds(self) -> bool:
+        """Whether it is a patch that also works, and has no effect, where the name is missing."""
+        return self.kind == "patch" and not self.how.startswith(("mock", "monkeypatch", "del", "item"))
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The uses in a project, by place, and the files that can't be parsed, with the reason."""
+
+    uses: tuple[Use, ...]
+    unread: dict[str, str]
+    files: int
+
+
+def scan(folder: Path, packages: Sequence[str], calls: Sequence[str] = (), exclude: Sequence[str] = ()) -> Scan:
+    """Find all uses of some packages in a source tree.
+
+    Args:
+        folder: the tree, or a package in it.
+        packages: the top-level packages whose names count, e.g. ``"transformers"``.
+        calls: patterns of functions whose calls count too, e.g. ``"liger_kernel.*.apply_liger_kernel_to_*"``.
+        exclude: patterns of files and folders to leave out, relative to `folder`.
+
+    Raises:
+        MatrixError: `folder` isn't a folder, or has no Python file.
+    """
+    if not folder.is_dir():
+        raise MatrixError(f"{folder} is no folder")
+    files = {file.relative_to(folder).as_posix(): file for file in _files(folder, exclude)}
+    if not files:
+        raise MatrixError(f"{folder} has no Python file")
+    resolver = Resolver(packages)
+    parsed: dict[str, tuple[str, Scope]] = {}
+    unread: dict[str, str] = {}
+    uses: set[Use] = set()
+    for path, file in files.items():
+        try:
+            source = decode_source(file.read_bytes())
+            name = _module_name(file, folder)
+            package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+            parsed[path] = source, Scope(name, Place(parse(source)), package)
+            resolver.modules.setdefault(name, parsed[path][1])
+        except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
+            unread[path] = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    finder = _Finder(resolver, calls)
+    for path, (source, scope) in parsed.items():
+        try:
+            uses.update([*finder.uses(path, source, scope)])
+        except RecursionError as error:
+            unread[path] = str(error)
+    return Scan(tuple(sorted(uses)), unread, len(files))
+
+
+def _files(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        here = Path(root)
+
+        def wanted(name: str, here: Path = here) -> bool:
+            relative = (here / name).relative_to(folder).as_posix()
+            return not any(fnmatchcase(relative, pattern) for pattern in exclude)
+
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in _SKIPPED
+            and wanted(name)
+            and not os.path.exists(here / name / "pyvenv.cfg")  # False for a locked folder
+        )
+        yield from (here / name for name in sorted(names) if name.endswith(".py") and wanted(name))
+
+
+def _module_name(file: Path, folder: Path) -> str:
+    """The name that a file is imported under: from the outermost package around it, else from the project's folder."""
+    parts = [] if file.name == "__init__.py" else [file.stem]
+    above = file.resolve().parent
+    if not (above / "__init__.py").exists():
+        within = file.relative_to(folder).parent.parts
+        return ".".join([*(within[1:] if within[:1] == ("src",) else within), *parts])
+    while (above / "__init__.py").exists():
+        parts.insert(0, above.name)
+        above = above.parent
+    return ".".join(parts)
+
+
+class _Finder:
+    """Finds the uses in modules.
+
+    Args:
+        calls: patterns of functions whose calls count too.
+    """
+
+    def __init__(self, resolver: Resolver, calls: Sequence[str]) -> None:
+        self._resolver = resolver
+        self._calls = calls
+        self._patches: dict[tuple[Scope, frozenset[object]], set[_Found]] = {}
+        self._depth = 0
+
+    def uses(self, path: str, source: str, scope: Scope) -> Iterator[Use]:
+        """The uses in a module."""
+        lines = source.split("\n")
+        for place, envs in self._places(Env(scope)):
+            for kind, name, how in dict.fromkeys(found for env in envs for found in self._at(place, env)):
+                node = place.node
+                assert isinstance(node, (ast.expr, ast.alias))
+                # ast counts the bytes of UTF-8.
+                column = len(lines[node.lineno - 1].encode()[: node.col_offset].decode(errors="replace")) + 1
+                guard, deferred = self._guard(place, envs[0].scope, kind, how)
+                yield Use(path, node.lineno, column, name, kind, how, guard, deferred)
+
+    def _places(self, start: Env) -> Iterator[tuple[Place, list[Env]]]:
+        """The nodes in a module or function, each with an environment for each row of the loops around it."""
+        todo = [(place, [start]) for place in start.scope.place.children() if place.field == "body"][::-1]
+        while todo:
+            place, envs = todo.pop()
+            yield place, envs
+            node, inner = place.node, envs
+            if isinstance(node, Definition):
+                scope = envs[0].scope.inner(place)
+                inner = [env._replace(scope=scope) for env in envs]
+            elif isinstance(node, (ast.For, ast.AsyncFor)):
+                inner = self._resolver.unrolled([node], envs)
+            elif isinstance(node, _COMPREHENSIONS):
+                envs = inner = self._resolver.unrolled(node.generators, envs)
+            todo += [(child, inner if child.field == "body" else envs) for child in place.children()][::-1]
+
+    def _at(self, place: Place, env: Env) -> Iterator[_Found]:
+        """What a node itself uses."""
+        node, parent = place.node, place.parent.node if place.parent else None
+        in_attribute = isinstance(parent, ast.Attribute) and isinstance(parent.ctx, ast.Load)
+        match node, parent:
+            case ast.alias(name=name), ast.Import() | ast.ImportFrom(level=0):
+                path = f"{parent.module}.{name}" if isinstance(parent, ast.ImportFrom) else name
+                if self._resolver.is_foreign(path):
+                    yield "import", path.removesuffix(".*"), "star import" if name == "*" else "import"
+            case ast.Attribute(ctx=ast.Load()), _ if not in_attribute:
+                for one in self._resolver.objects(node, env):
+                    parts = [*takewhile(lambda part: part[:2] != "__" or part == "__version__", one.text.split("."))]
+                    if self._resolver.is_foreign(one.text) and len(parts) > 1:
+                        yield "access", ".".join(parts), "attribute"
+            case ast.Name(ctx=ast.Load()), _ if not in_attribute:
+                if starred := self._resolver.foreign_star(node.id, env.scope):
+                    yield "access", starred, "name"
+            case ast.Call(), _:
+                yield from self._called(node, env)
+        if not (isinstance(parent, ast.AnnAssign) and parent.value is None):  # it assigns nothing
+            for target, how in self._patched(node, env):
+                paths = [one.text for one in self._resolver.canonical(target)]
+                yield from (("patch", path, how) for path in paths if self._resolver.is_foreign(path))
+
+    def _patched(self, node: ast.AST, env: Env) -> Iterator[tuple[Value, str]]:
+        """What an assignment or a deletion patches, and a call of one of Python's own functions, or of a test's or a table's."""
+        resolver = self._resolver
+        match node:
+            case ast.Attribute(value=of, attr=name, ctx=ast.Store() | ast.Del() as ctx):
+                how = "deletion" if isinstance(ctx, ast.Del) else "assignment"
+                yield from ((owner.attribute(name), how) for owner in resolver.objects(of, env))
+            case ast.Subscript(value=of, ctx=ast.Store() | ast.Del() as ctx):
+                how = "deletion" if isinstance(ctx, ast.Del) else "assignment"
+                yield from ((one, how) for one in resolver.objects(node, env))  # sys.modules and __dict__
+                yield from ((one, "item") for one in resolver.objects(of, env) if table_owner(of) is None)
+            case ast.Call(func=ast.Attribute(attr="setattr" | "delattr" as name), args=[first, *others]):
+                yield from ((Value(text), f"monkeypatch.{name}") for text in resolver.texts(first, env))
+                if others:
+                    yield from ((one, f"monkeypatch.{name}") for one in resolver.attributes(first, others[0], env))
+            case ast.Call(args=[first, second, *_]) if last_name(node.func) in ("setattr", "delattr", "__setattr__"):
+                how = last_name(node.func).strip("_")
+                yield from ((one, how) for one in resolver.attributes(first, second, env))
+            case ast.Call(args=[first, *_]) if last_name(node.func) == "patch":
+                several = filter(_DOTTED.fullmatch, resolver.texts(first, env))
+                yield from ((Value(text), "mock.patch") for text in several)
+            case ast.Call(func=ast.Attribute(value=of, attr=name), args=[first, *others]) if last_name(of) == "patch":
+                if name == "object" and others:
+                    yield from ((one, "mock.patch") for one in resolver.attributes(first, others[0], env))
+                elif name == "multiple":
+                    names = [keyword.arg for keyword in node.keywords if keyword.arg]
+                    owners = resolver.objects(first, env)
+                    yield from ((owner.attribute(one), "mock.patch") for owner in owners for one in names)
+                elif name == "dict":
+                    yield from ((Value(one.text), "item") for one in resolver.evaluate(first, env))
+            case ast.Call(func=ast.Attribute(value=of, attr=name)) if name in _TABLE_METHODS:
+                owners = resolver.objects(of, env)
+                yield from ((owner, "item") for owner in owners if _TABLE.search(owner.text))
+
+    def _called(self, node: ast.Call, env: Env) -> Iterator[_Found]:
+        """What a call imports, calls and patches by functions of the project."""
+        if last_name(node.func) in IMPORTERS:
+            modules = [one.text for one in self._resolver.objects(node, env)]
+            yield from (("import", one, last_name(node.func)) for one in modules if self._resolver.is_foreign(one))
+        for path in (one.text for one in self._resolver.objects(node.func, env)):
+            if any(fnmatchcase(path, pattern) for pattern in self._calls):
+                yield "call", path, "call"
+            elif not self._resolver.is_foreign(path) and (function := self._resolver.function(path)) is not None:
+                inside = self._resolver.called(function, node, env)
+                # What it patches because of the arguments.
+                patches = self._patches_in(inside) - self._patches_in(Env(function)) if inside.frame else ()
+                for _, patched, how in patches:
+                    yield "patch", patched, "item" if how == "item" else f"{function.path.rpartition('.')[2]}()"
+
+    def _patches_in(self, env: Env) -> set[_Found]:
+        """What a function patches with these values of its parameters."""
+        key = (env.scope, frozenset(env.frame.items()))
+        if key not in self._patches and self._depth < _DEEP:
+            self._patches[key] = set()  # within a circle: nothing more
+            self._depth += 1
+            try:
+                found = (one for place, envs in self._places(env) for each in envs for one in self._at(place, each))
+                self._patches[key] = {one for one in found if one[0] == "patch"}
+            finally:
+                self._depth -= 1
+        return self._patches.get(key, set())
+
+    def _guard(self, place: Place, scope: Scope, kind: Kind, how: str) -> tuple[Guard, bool]:
+        """The guard of a use, and whether it is in a function."""
+        caught = _CATCH_ALL if how == "importorskip" else frozenset[str]()
+        checked = typing = deferred = False
+        for node, field, child in place.around():
+            if isinstance(child, ast.stmt):
+                block = getattr(node, field)
+                before = [one for one in block[: block.index(child)] if isinstance(one, ast.If)]
+                ended = [one.test for one in before if isinstance(one.body[-1], _ENDS)]
+                checked = checked or any(self._resolver.is_check(one, scope) for one in ended)
+            conditions: Sequence[ast.expr] = ()
+            match node:
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if field == "body":
+                    # What a definition is under doesn't hold when the function is called.
+                    deferred = deferred or not isinstance(node, ast.ClassDef)
+                    scope = scope.parent or scope
+                case ast.FunctionDef() | ast.AsyncFunctionDef() if field == "returns":
+                    typing = typing or _postponed(scope)
+                case ast.arg():
+                    typing = typing or _postponed(scope)
+                case ast.If() if is_type_checking(node):
+                    typing = typing or field == "body"
+                case ast.If(test=test) | ast.IfExp(test=test) if field != "test":
+                    conditions = [test]
+                case ast.BoolOp(values=values):
+                    conditions = values[: values.index(child)]  # type: ignore[arg-type]
+                case ast.With(items=items) | ast.AsyncWith(items=items) if field == "body" and not deferred:
+                    calls = [one.context_expr for one in items if isinstance(one.context_expr, ast.Call)]
+                    suppressed = [one for call in calls if last_name(call.func) == "suppress" for one in call.args]
+                    caught |= frozenset(map(last_name, suppressed))
+                case _ if isinstance(node, TRIES) and field in ("body", "handlers") and not deferred:
+                    here = exceptions_caught(node)
+                    # A handler is another way where the first one fails.
+                    caught |= _CATCH_ALL if field == "handlers" and here else here if field == "body" else frozenset()
+            checked = checked or any(self._resolver.is_check(one, scope) for one in conditions)
+        errors = {"ImportError", "ModuleNotFoundError"} if kind == "import" else {"AttributeError"}
+        missing = caught & (errors | _CATCH_ALL)
+        return "typing" if typing else "try" if missing else "check" if checked else "", deferred
+
+
+def _postponed(scope: Scope) -> bool:
+    """Whether annotations in a module aren't evaluated."""
+    binding = scope.outermost.names.get("annotations", ())
+    return any(one.path == "__future__.annotations" for one in binding)

@@ -1,0 +1,275 @@
+"""The facts of a store as models: `--json` prints them, the API returns them, and the templates read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainSerializer, SkipValidation
+
+from ..cells import AXES, Cell
+from ..results import Better, CellResult, Kind, Outcome
+from ..results import Verdict as Ended
+from ..store import State, Summary
+from .common import clean
+
+T = TypeVar("T", bound="CellState")
+
+
+def plain(value: Any, depth: int = 20) -> Any:
+    """Output of a cell, without characters and numbers that JSON or UTF-8 can't represent."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if depth and isinstance(value, Mapping):
+        return {clean(str(key)): plain(inner, depth - 1) for key, inner in value.items()}
+    if depth and isinstance(value, (list, tuple)):
+        return [plain(inner, depth - 1) for inner in value]
+    return value if value is None or isinstance(value, (bool, int)) else "..."
+
+
+Text = Annotated[str, BeforeValidator(lambda value: clean(str(value)))]
+Number = Annotated[float | None, BeforeValidator(plain)]
+Object = Annotated[dict[str, JsonValue], BeforeValidator(plain)]
+#: A cell, whose name is in the JSON.
+NamedCell = Annotated[SkipValidation[Cell], PlainSerializer(lambda cell: clean(cell.name), return_type=str)]
+
+
+class Model(BaseModel):
+    """Made of an object's attributes, or of values by name."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+
+class Run(Model):
+    """A run, or a part of the run whose id is `whole`."""
+
+    id: str
+    started: datetime
+    finished: datetime | None
+    state: Text
+    label: Text
+    command: Text
+    host: Text
+    revision: Text
+    partial: bool
+    whole: str
+
+
+class WholeRun(Run):
+    """A run with the number of its cells in each state."""
+
+    cells: dict[State, int]
+
+
+class Figure(Model):
+    """A number that a test measured."""
+
+    name: Text
+    value: Number
+    unit: Text
+    better: Better | None
+
+
+class Shim(Model):
+    """A shim in a tested cell, with the seams that it changes."""
+
+    name: Text
+    state: Text
+    reason: Text
+    seams: list[Text] = Field(exclude=True)
+
+
+class CellState(Model):
+    """A cell in a run, with the project's own axes in `extra`; fields are null until it has a result."""
+
+    cell: NamedCell
+    python: str
+    transformers: str
+    torch: str
+    flash_attention: str
+    device: str
+    extra: dict[str, str]
+    run: str
+    state: State
+    kind: Kind | None
+    reason: Text
+    started: datetime | None
+    seconds: Number
+    attempt: int | None
+    tests: dict[Outcome, int] | None
+
+    @classmethod
+    def of(cls: type[T], cell: Cell, run: str, summary: Summary, **more: Any) -> T:
+        """The state of a cell in the run of an id.
+
+        Args:
+            more: further fields, and others than those of the cell and the summary.
+        """
+        there = {"seconds": summary.seconds, "attempt": summary.attempt, "tests": summary.counts}
+        values = {
+            "cell": cell,
+            **{axis: getattr(cell, axis) for axis in AXES},
+            "extra": dict(cell.extra),
+            "run": run,
+            "state": summary.state,
+            "kind": summary.kind,
+            "reason": summary.reason,
+            "started": summary.started,
+            **(there if summary.verdict else dict.fromkeys(there)),
+        }
+        return cls(**values | more)
+
+
+class MeasuredCell(CellState):
+    """A cell in a run, with the figures of its tests."""
+
+    figures: list[Figure]
+
+
+class ShownRun(Model):
+    """A run with its parts and its cells."""
+
+    run: Run
+    parts: list[Run]
+    cells: list[MeasuredCell]
+
+
+class TestOutcome(Model):
+    """The outcome of a test."""
+
+    name: Text = Field(validation_alias="nodeid")
+    outcome: Outcome
+    seconds: Number
+    message: Text
+
+
+class TestFigure(Figure):
+    """A figure and its test."""
+
+    test: Text
+
+
+class Result(Model):
+    """The whole result of a cell, without its log."""
+
+    cell: Text
+    run: str
+    verdict: Ended
+    kind: Kind | None
+    reason: Text
+    started: datetime
+    seconds: Number
+    attempt: int
+    command: list[Text]
+    pins: Text
+    environment: Object
+    tests: list[TestOutcome]
+    figures: list[TestFigure]
+
+    @classmethod
+    def of(cls, found: CellResult, run: str) -> Result:
+        """The result of a cell in the run of an id."""
+        figures = [{"test": test.nodeid, **one._asdict()} for test in found.tests for one in test.figures]
+        return cls.model_validate({**vars(found), "run": run, "figures": figures})
+
+
+class ChangedState(Model):
+    """The state of a cell in one of two runs."""
+
+    state: State
+    kind: Kind | None
+    reason: Text
+
+
+def _changed(summary: Summary | None) -> ChangedState | None:
+    return summary and ChangedState.model_validate(summary)
+
+
+ChangedSummary = Annotated[SkipValidation[Summary | None], PlainSerializer(_changed, return_type=ChangedState | None)]
+
+
+class CellChange(Model):
+    """A cell before and after; null if the run doesn't have it."""
+
+    cell: NamedCell
+    old: ChangedSummary
+    new: ChangedSummary
+
+
+class FigureChange(Figure):
+    """A figure whose value is beyond the noise of earlier runs, with its usual value and where the next was expected."""
+
+    cell: NamedCell
+    usual: float
+    low: float
+    high: float
+
+
+class Changes(Model):
+    """The changes from one run to another. Cells that ended alike are left out.
+
+    Attributes:
+        broke: cells that didn't fail, and fail now.
+        mended: cells that failed, were flaky or failed as known, and pass now.
+        changed: cells that failed, and fail differently now; or that are flaky or fail as known now.
+        appeared: cells that ended in the new run only.
+        gone: cells that ended in the old run only: not planned any more, not finished, or not run.
+        tests_broke, tests_mended: by cell, for those that failed both times, the tests that ran both times and failed once.
+        figures: figures beyond the noise of the runs up to the old one.
+        figures_with_too_few_runs: the number of figures of which too few runs are there to know their noise.
+    """
+
+    old: Run
+    new: Run
+    broke: list[CellChange] = []
+    mended: list[CellChange] = []
+    changed: list[CellChange] = []
+    appeared: list[CellChange] = []
+    gone: list[CellChange] = []
+    tests_broke: dict[NamedCell, list[Text]]
+    tests_mended: dict[NamedCell, list[Text]]
+    figures: list[FigureChange]
+    figures_with_too_few_runs: int
+
+    @property
+    def something_broke(self) -> bool:
+        """Whether a cell broke, or a test in a cell that failed both times."""
+        return bool(self.broke or self.tests_broke)
+
+
+class Runs(Model):
+    """A page of runs; `next` is the `cursor` of the next page, and null on the last page."""
+
+    next: str | None
+    runs: list[Run]
+
+
+class Cells(Model):
+    """A page of cells; `next` is the `cursor` of the next page, and null on the last page."""
+
+    next: str | None
+    cells: list[CellState]
+
+
+class Atlas(Model):
+    """The seams of the scanned releases, as ``kernel-compat-matrix atlas --check --json`` prints them."""
+
+    made: datetime
+    atlas: Object
+
+
+class Error(Model):
+    """The reason for an error."""
+
+    detail: Any
+
+
+def as_json(found: BaseModel | Iterable[BaseModel]) -> str:
+    """A model, or a list of models, as indented JSON."""
+    if isinstance(found, BaseModel):
+        return found.model_dump_json(indent=2)
+    return f"[{','.join(one.model_dump_json(indent=2) for one in found)}]"
