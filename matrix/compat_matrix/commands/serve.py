@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import re
@@ -84,6 +85,7 @@ def run(options: argparse.Namespace) -> int:
         if options.keep is not None:
             keep = timedelta(days=options.keep)
             stack.enter_context(executing.beside(lambda over: _prune(store, keep, over), "prune"))
+        gc.freeze()  # a look for cycles among the modules would keep readers waiting
         uvicorn.Server(config).run(sockets=[listening])
     return 0
 

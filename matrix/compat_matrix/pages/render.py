@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..axes import Axes
+from ..cells import Cell
 from ..store import Past
 from ..views import common
 from ..words import plural
@@ -63,6 +64,7 @@ def environment() -> Environment:
     made.globals |= {
         "entry_of": lambda run, summary: entry(Past(run, summary)),
         "kernel_name": common.kernel_name,
+        "label_of": _label,
         "one_line": common.one_line,
         "SIGNS": ask.STATES,
         "FIELDS": ask.FIELDS,
@@ -71,6 +73,13 @@ def environment() -> Environment:
         "KERNELS": common.KERNELS,
     }
     return made
+
+
+@lru_cache(10_000)
+def _label(cell: Cell) -> str:
+    """The axes of a cell that the title of its grid hasn't."""
+    shared = ("python", "flash_attention", "device")
+    return ", ".join(f"{axis} {value}" for axis, value in cell.axes.items() if axis not in shared)
 
 
 def _fit(value: Any) -> Any:
