@@ -118,9 +118,8 @@ def execute_all(options: argparse.Namespace, claim: str) -> int:
         os._exit(1)
 
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # the run was cancelled; a shell may have made this ignore it
+    # When a run is cancelled. A shell may have made this process ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=end_with_the_service, daemon=True).start()
     with Store.open(options.store, create=False) as store, suppress(_Stopped):
         executor = Executor(store, claim)
