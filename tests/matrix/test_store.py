@@ -603,7 +603,7 @@ def test_runs_that_waited_for_workers_are_migrated_and_can_be_resumed(url: str) 
             assert not {"task", "lease"} & {*connection.dialect.get_table_names(connection)}
         assert store.run("waits").finished is not None
         assert store.unfinished("waits") == [CELLS[0]]
-        assert [token.scopes for token in tokens.every(store)] == [{"submit"}, {"submit"}, {"read"}]
+        assert [token.scopes for token in tokens.every(store)] == ["submit", "submit", "read"]
 
 
 @pytest.mark.parametrize(

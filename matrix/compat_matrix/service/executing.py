@@ -72,7 +72,8 @@ def beside(work: Callable[[threading.Event], object], name: str) -> Iterator[Non
         work: called with an event that is set then.
     """
     over = threading.Event()
-    thread = threading.Thread(target=work, args=(over,), name=name)
+    # A signal may come before the block is entered: then nothing waits for the thread.
+    thread = threading.Thread(target=work, args=(over,), name=name, daemon=True)
     thread.start()
     try:
         yield
