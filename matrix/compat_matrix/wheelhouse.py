@@ -242,7 +242,8 @@ def _gathered(
 ) -> dict[str, Pin]:
     """The files of the pins of parts, by name. The built ones are moved into the folder, and the missing ones are fetched."""
     paths = [path for place in (folder, built) for path in place.glob("*") if path.suffix in (".whl", ".gz", ".zip")]
-    there = {sha256(path): path for path in paths}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        there = dict(zip(pool.map(sha256, paths), paths, strict=True))
     pins = {pin.sha256: pin for part in parts for pin in part.pins}
     urls = _located(axes, parts, there)
     index = Index()
@@ -270,7 +271,7 @@ def _gathered(
 
 
 def _located(axes: Axes, parts: Sequence[Part], there: Collection[str]) -> dict[str, str]:
-    """The locations of the files of pins, by hash, without those that are there."""
+    """The URLs of the pinned files, by hash. Files whose hash is in `there` are left out."""
     found: dict[str, str] = {}
     for part in parts:
         left = [pin for pin in part.pins if pin.sha256 not in there and pin.sha256 not in found]

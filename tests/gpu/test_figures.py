@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -76,21 +76,25 @@ def test_a_step(name: str, record: Record) -> None:
     record("peak memory of a step", (torch.cuda.max_memory_allocated() - before) / 2**20, "MiB")
 
 
-def adapter_overhead(kernel: str, device: str) -> float:
-    """The seconds by which a call through transformers' interface takes longer than the kernel's own function."""
+def calls(kernel: str, inputs: Sequence[torch.Tensor]) -> list[Callable[[], torch.Tensor]]:
+    """A call through transformers' interface, and one of the kernel's own function, with the same inputs."""
     direct = kernel_compat.known_kernels()[kernel].load().flash_attn_func
     adapter = kernel_compat.attention_function(kernel)
     module = SimpleNamespace(is_causal=True, training=False, config=None)
-    q, k, v = (torch.randn(1, 64, 4, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    with torch.no_grad():
-        own = seconds(lambda: direct(q, k, v, causal=True), 200)
-        return seconds(lambda: adapter(module, *heads_first, None, scaling=64**-0.5), 200) - own
+    heads_first = [x.transpose(1, 2) for x in inputs]
+    scaling = inputs[0].shape[-1] ** -0.5
+    return [
+        lambda: adapter(module, *heads_first, None, scaling=scaling)[0],
+        lambda: direct(*inputs, causal=True),
+    ]
 
 
 def test_the_adapter(kernel: str, record: Record) -> None:
     """Of a call with almost no work for the device: what is measured is the host."""
-    record("overhead of the adapter", adapter_overhead(kernel, "cuda") * 1e6, "µs")
+    inputs = [torch.randn(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    with torch.no_grad():
+        through_adapter, own = (seconds(call, 200) for call in calls(kernel, inputs))
+    record("overhead of the adapter", (through_adapter - own) * 1e6, "µs")
 
 
 def heads(batch: int, length: int) -> list[torch.Tensor]:
@@ -102,25 +106,18 @@ def heads(batch: int, length: int) -> list[torch.Tensor]:
 
 def test_the_adapter_at_work(kernel: str, record: Record) -> None:
     """The time of a call through transformers' interface over that of the kernel's own function."""
-    direct = kernel_compat.known_kernels()[kernel].load().flash_attn_func
-    adapter = kernel_compat.attention_function(kernel)
-    module = SimpleNamespace(is_causal=True, training=True, config=None)
     inputs = heads(4, 2048)
     weight = torch.randn_like(inputs[0])
+    through_adapter, own = calls(kernel, inputs)
 
-    def through_adapter() -> torch.Tensor:
-        out: torch.Tensor = adapter(module, *(x.transpose(1, 2) for x in inputs), None, scaling=128**-0.5)[0]
-        return out
-
-    def own() -> torch.Tensor:
-        out: torch.Tensor = direct(*inputs, causal=True)
-        return out
+    def with_backward(call: Callable[[], torch.Tensor]) -> float:
+        return seconds(lambda: torch.autograd.grad(call(), inputs, weight), 20)
 
     with torch.no_grad():
         record("forward over the kernel's own", seconds(through_adapter, 20) / seconds(own, 20), "x")
     if kernel_compat.known_kernels()[kernel].features.backward:
-        both = [seconds(lambda: torch.autograd.grad(call(), inputs, weight), 20) for call in (through_adapter, own)]  # noqa: B023
-        record("forward and backward over the kernel's own", both[0] / both[1], "x")
+        both = with_backward(through_adapter) / with_backward(own)
+        record("forward and backward over the kernel's own", both, "x")
 
 
 def test_packed(name: str, record: Record) -> None:

@@ -165,7 +165,7 @@ def _shims(must_load: bool, note: Callable[[str], None]) -> list[Shim]:
 
 
 def _releases(distribution: str, text: str | None, shims: Sequence[Shim], index: Index) -> list[Release]:
-    """The releases that a text selects; without one, those that the shims claim, or the newest."""
+    """The releases that a text names. Without a text, those that the shims claim; if they claim none, the newest release."""
     available = index.files(distribution)
     if text is not None:
         return select(distribution, text, available)

@@ -50,13 +50,13 @@ def select(distribution: str, text: str, available: Mapping[Version, Sequence[Fi
 def covered(distribution: str, specifiers: Iterable[str], available: Mapping[Version, Sequence[File]]) -> list[Release]:
     """The newest patch of every minor release that a shim claims."""
     claims = [SpecifierSet(specifier) for specifier in specifiers]
-    usual = [version for version in _usual(available) if any(version in claim for claim in claims)]
+    usual = [version for version in installable(available) if any(version in claim for claim in claims)]
     return [release(distribution, version, available) for version in _newest_of_minors(usual)]
 
 
 def newest(distribution: str, available: Mapping[Version, Sequence[File]]) -> Release:
     """The newest release; of a distribution that has only pre-releases, the newest of these."""
-    usual = _usual(available) or _usual(available, pre_releases=True) or list(available)
+    usual = installable(available) or installable(available, pre_releases=True) or list(available)
     return release(distribution, usual[-1], available)
 
 
@@ -66,7 +66,7 @@ def release(distribution: str, version: Version, available: Mapping[Version, Seq
 
 
 def _versions(distribution: str, part: str, available: Mapping[Version, Sequence[File]]) -> list[Version]:
-    usual = _usual(available)
+    usual = installable(available)
     if part == "latest":
         if not usual:
             raise MatrixError(
@@ -93,7 +93,7 @@ def _versions(distribution: str, part: str, available: Mapping[Version, Sequence
             near = [str(one) for one in (*sorted(below)[-1:], *sorted(above)[:1])]
             raise MatrixError(f"{distribution} has no release {bound}; the nearest are {' and '.join(near) or 'none'}")
     if not minors[0]:
-        there = {*_usual(available, pre_releases=any(end.is_prerelease for end in ends)), *ends}
+        there = {*installable(available, pre_releases=any(end.is_prerelease for end in ends)), *ends}
     chosen = [version for version in there if ends[0] <= version <= ends[-1]]
     if not chosen:
         raise MatrixError(f"{distribution}: {part!r} begins after its end")
@@ -107,7 +107,7 @@ def _version(distribution: str, text: str) -> Version:
         raise MatrixError(f"{distribution}: {text!r} isn't a version") from None
 
 
-def _usual(available: Mapping[Version, Sequence[File]], pre_releases: bool = False) -> list[Version]:
+def installable(available: Mapping[Version, Sequence[File]], pre_releases: bool = False) -> list[Version]:
     """The releases that an installer chooses from by default, oldest first."""
     return sorted(
         version

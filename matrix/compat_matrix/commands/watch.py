@@ -24,7 +24,7 @@ from kernel_compat.patching.shim import discover
 
 from ..atlas import command as atlas_command
 from ..atlas.index import Index, reason
-from ..atlas.releases import covered
+from ..atlas.releases import covered, installable
 from ..atlas.upstream import SEAMS
 from ..axes import Axes, Packages, cover
 from ..cells import Cell
@@ -107,9 +107,8 @@ def on_index(index: Index, distributions: Iterable[str], note: Callable[[str], N
             note(str(error))
             problems.append(error)
             continue
-        there = [version for version, some in files.items() if not all(file.yanked for file in some)]
-        whole = [version for version in there if not version.is_prerelease and version.local is None]
-        found[distribution] = sorted(whole or there)
+        there = (version for version, some in files.items() if not all(file.yanked for file in some))
+        found[distribution] = installable(files) or sorted(there)
     if not found:
         raise problems[0]
     return found
@@ -119,7 +118,7 @@ def unseen(store: Store, there: Releases, note: Callable[[str], None], *, learn:
     """The newest patch of each minor release that the store hasn't seen. Of a distribution that it doesn't know, nothing is new.
 
     Args:
-        learn: store the releases of such a distribution as seen.
+        learn: whether the releases of a distribution that the store doesn't know are stored as seen.
     """
     found = {}
     for distribution, versions in there.items():
@@ -189,9 +188,10 @@ def suites(axes: Axes, cells: Sequence[Cell], new: Releases) -> dict[str, list[C
 
 
 def read_atlas(store: Store, index: Index, new: Releases) -> tuple[list[dict[str, Any]], str | None]:
-    """Scan the new releases and those that shims claim, and store the atlas.
+    """Scan the new releases, and the releases that the installed shims claim, and store the result as the atlas.
 
-    Returns the seams of shims that differ in the new releases, and the reason why there is no atlas, if there is none.
+    Returns:
+        The differences between the new releases and what the shims expect, and the error if the atlas couldn't be made.
     """
     claimed: dict[str, list[str]] = {}
     for shim in discover()[0]:

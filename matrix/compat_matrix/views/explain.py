@@ -50,7 +50,7 @@ def plan_of(store: Store, cell: Cell) -> Past | None:
 
 
 def past_of(store: Store, cell: Cell, run: str = "", attempt: int | None = None) -> Past | None:
-    """A result of a cell; None if there is none.
+    """The result of a cell and the run that has it; None if the cell has no result.
 
     Args:
         run: the id of a run; by default that of the newest result in whole runs, or else in partial ones.

@@ -218,7 +218,8 @@ class Changes(Model):
         changed: cells that failed, and fail differently now; or that are flaky or fail as known now.
         appeared: cells that ended in the new run only.
         gone: cells that ended in the old run only: not planned any more, not finished, or not run.
-        tests_broke, tests_mended: by cell, for those that failed both times, the tests that ran both times and failed once.
+        tests_broke, tests_mended: by cell, for cells that failed in both runs: the tests that passed in the old run and failed in
+            the new one, and the reverse. Tests that ran in one of the runs only are left out.
         figures: figures beyond the noise of the runs up to the old one.
         figures_with_too_few_runs: the number of figures of which too few runs are there to know their noise.
     """
