@@ -23,6 +23,12 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     )  # one of the globals that it caches in
 
     def others(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(FORWARD.parameters, args, strict=False)), **kwargs}
+        positions, query, key = given.get("position_ids"), given["query_states"], given["key_states"]
+        if positions is not None and given.get("cu_seq_lens_q") is None:
+            # Upstream reads where sequences begin in them: once for all rows, and after a cache nowhere.
+            positions = positions.expand(len(query), -1) if query.shape[1] == key.shape[1] else None
+            args, kwargs = (), {**given, "position_ids": positions}
         implementation = with_implementation(kwargs).get("implementation")
         function = original if implementation is None else copy_for(implementation)
         return function(*args, **kwargs)
@@ -57,8 +63,10 @@ SHIMS = (
         name="tf4_54_flash_forward",
         distribution="transformers",
         versions="==4.54.*",
-        reason="the first flash implementation loaded serves every model, and sliding windows are one token too wide",
-        upstream="huggingface/transformers#41427, huggingface/transformers#39408, huggingface/transformers#40163",
+        reason="the first flash implementation loaded serves every model, sliding windows are one token too wide, and without a mask "
+        "only the first row of a batch is computed, and after a cache none",
+        upstream="huggingface/transformers#41427, huggingface/transformers#39408, huggingface/transformers#40163, "
+        "transformers 4.54.1, modeling_flash_attention_utils._prepare_from_posids",
         delete_when="the oldest supported transformers is 4.55",
         seams=(FORWARD,),
         replace=each(_forward),

@@ -218,7 +218,7 @@ def paged(function: Any, heads: tuple[int, int], q_len: int) -> float:
     return max(errors) if all(error == error for error in errors) else float("inf")
 
 
-@pytest.mark.skipif(Version("2.12") > TORCH, reason="torch has paged caches from 2.12 on")
+@pytest.mark.skipif(Version("2.13") > TORCH, reason="flash_attention_torch has a paged cache from torch 2.13 on")
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 def test_paged(heads: tuple[int, int], q_len: int) -> None:

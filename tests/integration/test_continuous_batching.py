@@ -34,7 +34,7 @@ if RELEASE < (5, 0):
     pytest.skip("generate_batch with a registered name is there from transformers 5.0 on", allow_module_level=True)
 
 block_tables = pytest.mark.skipif(RELEASE < (5, 4), reason="transformers has block tables from 5.4 on")
-torch_pages = pytest.mark.skipif(TORCH < (2, 12), reason="varlen_attn takes a block table from torch 2.12 on")
+torch_pages = pytest.mark.skipif(TORCH < (2, 13), reason="flash_attention_torch has a paged cache from torch 2.13 on")
 
 
 class InPages:
@@ -168,7 +168,7 @@ class TestUpstreamAsksTheName:
     def test_pages_it_cannot_use(self) -> None:
         """FlashAttention-2, also torch's, needs pages of at least 256 tokens; it fails with 32."""
         with registered(torch_flash_3="flash_attention_torch"):
-            assert decided("torch_flash_3", page_size=32) == (4 if TORCH >= (2, 12) else 0)
+            assert decided("torch_flash_3", page_size=32) == (4 if TORCH >= (2, 13) else 0)
 
     @pytest.mark.skipif(not (5, 9) <= RELEASE <= (5, 15), reason="5.9 to 5.15 alone")
     def test_windows_die(self) -> None:
@@ -217,7 +217,7 @@ class TestDecision:
     @block_tables
     @pytest.mark.parametrize("name", ["flash_attention_torch", "torch_flash_3"])
     def test_torch(self, name: str) -> None:
-        assert decided(name) == (4 if TORCH >= (2, 12) else 0)
+        assert decided(name) == (4 if TORCH >= (2, 13) else 0)
 
     @block_tables
     @pytest.mark.parametrize("name", ["flash_attention_torch", "torch_flash_3"])
@@ -232,7 +232,7 @@ class TestDecision:
         self, name: str, changes: dict[str, int], why: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         assert decided(name, **changes) == 0
-        assert (why if TORCH >= (2, 12) else "has no paged cache") in caplog.text
+        assert (why if TORCH >= (2, 13) else "has no paged cache") in caplog.text
 
     @block_tables
     @pytest.mark.parametrize(

@@ -402,7 +402,7 @@ class TestWithoutAKernel:
         (provider,) = explanation["providers"]
         assert provider["version"] == importlib.metadata.version("torch")
         assert provider["features"].window == (TORCH >= (2, 11))
-        assert provider["features"].paged == (TORCH >= (2, 12))
+        assert provider["features"].paged == (TORCH >= (2, 13))
 
     def test_check(self) -> None:
         report = check.run([NAME])
@@ -910,7 +910,7 @@ class TestWhatTheKernelIsAskedFor:
                 )
         finally:
             torch.use_deterministic_algorithms(False)
-        splits = 1 if TORCH >= (2, 12) and how != "not at all" else None
+        splits = 1 if TORCH >= (2, 13) and how != "not at all" else None
         assert [call.get("num_splits") for call in calls] == [splits] * LAYERS * 2
         told = [message for message in noise if "deterministic" in message]
         assert len(told) == (how in ("argument", "environment"))

@@ -201,6 +201,29 @@ class TestS4WindowTooWide:
 
 
 @pytest.mark.usefixtures("fresh")
+@on((4, 54), (4, 54))
+class TestPositionsOfABatch:
+    """Without a mask upstream finds sequences by their positions, of which it has those of one row for a batch."""
+
+    def attend(self, queries: int, batch: int) -> tuple[Tensor, Tensor]:
+        """Under upstream's own name, for the last queries of eight tokens; and the right output."""
+        generator = torch.Generator().manual_seed(1)
+        q, k, v = (torch.randn(batch, n, 2, 16, generator=generator) for n in (queries, 8, 8))
+        options = {"implementation": "flash_attention_3", "position_ids": torch.arange(8)[None, -queries:]}
+        found = upstream._flash_attention_forward(q, k, v, None, queries, True, **options)
+        return found, reference.flash_attn_func(q, k, v, causal=True)
+
+    def test_upstream(self) -> None:
+        found, right = self.attend(8, 2)
+        torch.testing.assert_close(found[0], right[0])
+        assert distance(found[1], right[1]) > 0.5
+
+    @pytest.mark.parametrize(("queries", "batch"), [(8, 2), (8, 1), (3, 2), (1, 2), (3, 1)])
+    def test_with_the_library(self, installed: kernel_compat.Report, queries: int, batch: int) -> None:
+        torch.testing.assert_close(*self.attend(queries, batch))
+
+
+@pytest.mark.usefixtures("fresh")
 class TestS5SinksAndSoftcapDropped:
     sinks = torch.tensor([0.5, -0.5])
 

@@ -37,7 +37,7 @@ NAME = "flash_attention_torch"
 RELEASE = Version(torch.__version__).release[:2]
 #: Features of the installed torch's kernel, by release; the adapter itself reads the signature.
 WINDOWS = SCALES = RELEASE >= (2, 11)
-PAGES = RELEASE >= (2, 12)
+PAGES = RELEASE >= (2, 13)
 
 #: Unit roundoff of bfloat16: the largest relative error of one rounding.
 U = 2.0**-8
@@ -208,7 +208,8 @@ def test_a_signature_that_nobody_has_seen(varlen_attn: Any, found: str, monkeypa
         ("2.10.0+cu128", False, False),
         ("2.11.0", True, False),
         ("2.11.0a0+gitabcdef", True, False),
-        ("2.12.0", True, True),
+        ("2.12.0", True, False),
+        ("2.13.0", True, True),
         ("2.16.0.dev20261101+cu132", True, True),
         ("3.0", True, True),
         ("unreadable", True, True),
@@ -466,7 +467,7 @@ def test_who_has_windows_where_it_has_not(monkeypatch: pytest.MonkeyPatch) -> No
     # Another kernel's message suggests it where the installed torch supports the feature.
     assert NAME not in instead("flash_attention_2", "window")
     assert NAME not in instead("flash_attention_2", "paged")
-    monkeypatch.setattr(Environment, "detect", classmethod(lambda cls: environment("2.12.0")))
+    monkeypatch.setattr(Environment, "detect", classmethod(lambda cls: environment("2.13.0")))
     assert NAME in instead("flash_attention_2", "window")
     assert NAME in instead("flash_attention_2", "paged")
     assert NAME not in instead(NAME, "window")
@@ -547,7 +548,7 @@ def test_what_this_torch_makes_of_it(functions: Functions, calls: list[dict[str,
     assert asked["heads"] == (4, 2)
     assert asked["scale"] == (0.5 if SCALES else None)
     assert asked["window"] in ((-1, 0), (None, None))
-    assert asked.get("num_splits") == (1 if RELEASE >= (2, 12) else None)
+    assert asked.get("num_splits") == (1 if RELEASE >= (2, 13) else None)
     call(functions, "dense", SOME, SOME, SOME)
     assert calls[-1]["causal"] is False
     assert calls[-1]["window"] in ((-1, -1), (None, None))
@@ -891,7 +892,7 @@ def test_the_padding_reaches_the_kernel_on_2_10_alone(
 # the paged cache
 
 
-needs_pages = pytest.mark.skipif(not PAGES, reason="no paged cache before torch 2.12")
+needs_pages = pytest.mark.skipif(not PAGES, reason="no paged cache before torch 2.13")
 
 
 @pytest.mark.skipif(PAGES, reason="this torch has a paged cache")

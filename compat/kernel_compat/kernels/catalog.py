@@ -156,7 +156,7 @@ TORCH = Provider(
     Features(deterministic=True, paged=True, head_dim_multiple=8, min_capability=(8, 0), **_SINKS_FROM_LSE),
     "Install a newer torch: pip install --upgrade 'torch>=2.10'",
     minimum=("2.10", "the first with torch.nn.attention.varlen"),
-    limits=(Limit({"window": False}, before="2.11"), Limit({"paged": False}, before="2.12")),
+    limits=(Limit({"window": False}, before="2.11"), Limit({"paged": False}, before="2.13")),
     handles_unbounded_right_window=False,
     bundled=True,
     refine=torch_varlen.refine,

@@ -4,7 +4,8 @@ Its features are read from its signature:
 
 - 2.10: ``is_causal``; no window, no scale.
 - 2.11: ``scale`` and ``window_size``, of which ``(-1, 0)`` is causal.
-- 2.12 on: ``enable_gqa``, ``num_splits``, and a paged cache by ``seqused_k`` and ``block_table``.
+- 2.12 on: ``enable_gqa``, ``num_splits``, and a paged cache by ``seqused_k`` and ``block_table``. In 2.12 ``num_splits`` is FA3's
+  alone (measured on an H100), and without it pages can't be read exactly: the catalog has paged caches from 2.13 on.
 
 Head dimensions must be multiples of 8, up to 256 (measured on an H200 with torch 2.11; torch documents no limit).
 """
@@ -16,6 +17,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 from ..environment import torch_flash_backend
 from ..errors import SeamError, UnsupportedFeatureError
@@ -69,7 +72,7 @@ def _options(varlen_attn: Any) -> frozenset[str]:
 def refine(module: Any, features: Features) -> Features:
     """The features of the `varlen_attn` in a module."""
     options = _options(getattr(module, "varlen_attn", None))
-    return replace(features, window="window_size" in options, paged=options >= _PAGING)
+    return replace(features, window="window_size" in options, paged=options >= _PAGING and _takes_splits())
 
 
 def functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
@@ -117,6 +120,9 @@ class _Varlen:
         self._varlen_attn = varlen_attn
         # Looked up here: torch.compile can't trace a look into sys.modules.
         self._active_backend = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+        # torch.compile can't trace it, and takes what it returns while tracing.
+        self._prefers_flash = torch.compiler.assume_constant_result(_prefers_flash)
+        self._splits = _takes_splits()
         self._warn_once = WarnOnce(_NAME)
 
     def flash_attn_varlen_func(
@@ -139,10 +145,10 @@ class _Varlen:
         if deterministic and not determined and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             self._warn_once("deterministic backward of its own", _VARYING)
         chosen: dict[str, Any] = {}
-        if "num_splits" in self.options:
+        if "num_splits" in self.options and (self._splits or self._active_backend() is not None):
             if deterministic or determined:
                 chosen["num_splits"] = 1  # no sum in an order that depends on the rest of the batch
-            elif self._active_backend() is not None and _prefers_flash():
+            elif self._active_backend() is not None and self._prefers_flash():
                 chosen["num_splits"] = 0  # the backend chooses; excludes cuDNN, which takes none
         lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         output: Tensor = self._call((q, k, v), lengths, softmax_scale, causal, window_size, chosen)
@@ -250,7 +256,7 @@ class Primitives:
 
         self._forward = torch.ops.aten._flash_attention_forward  # noqa: SLF001
         self._backward = torch.ops.aten._flash_attention_backward  # noqa: SLF001
-        self._splits = "num_splits" in str(self._forward.default._schema)  # noqa: SLF001
+        self._splits = "num_splits" in str(self._forward.default._schema) and _takes_splits()  # noqa: SLF001
         self._warn_once = WarnOnce(_NAME)
 
     def forward(
@@ -341,6 +347,13 @@ def _write(cache: Tensor, new: Tensor, lengths: Tensor, block_table: Tensor) -> 
     source = torch.where(there, torch.arange(there.numel(), device=there.device), there.int().argmax())
     place = page.flatten()[source].clamp(min=0).long(), (position % page_size).flatten()[source].long()
     cache[place] = torch.where(there.any(), new.flatten(0, 1)[source].to(cache.dtype), cache[place])
+
+
+def _takes_splits() -> bool:
+    """Whether torch's own kernel takes a number of splits. In 2.12 it raises that this needs FA3."""
+    import torch
+
+    return Version(torch.__version__) >= Version("2.13")
 
 
 def _prefers_flash() -> bool:
