@@ -416,5 +416,6 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     target, chosen = Path(sys.argv[1]), sys.argv[2]
     for count in map(int, sys.argv[3:]):
-        # Forked, so that torch and transformers are imported once; no thread or device has been started yet.
-        torch.multiprocessing.start_processes(work, (count, target, chosen), count, start_method="fork")
+        # Forked, so that torch and transformers are imported once; CUDA can't be used in a fork where it was asked for devices.
+        method = "spawn" if chosen == "nccl" else "fork"
+        torch.multiprocessing.start_processes(work, (count, target, chosen), count, start_method=method)

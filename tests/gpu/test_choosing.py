@@ -151,15 +151,23 @@ class TestSdpaBackends:
 
             model, x = Attention(), torch.randn(1, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                with use_sdpa_backends(model, ["math", "flash_attention"]):
-                    model(x)
+                if ours:
+                    with use_sdpa_backends(model, ["math", "flash_attention"]):
+                        model(x)
                 model(x)
             print(*(event.key for event in profile.key_averages()))
         """
-        run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stderr
-        used = {backend for backend, operator in OPERATORS.items() if operator in run.stdout.split()}
-        assert used == {"math", "cudnn_attention"}
+
+        def used(ours: bool) -> set[str]:
+            command = [sys.executable, "-c", f"ours = {ours}\n{textwrap.dedent(code)}"]
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert run.returncode == 0, run.stderr
+            return {backend for backend, operator in OPERATORS.items() if operator in run.stdout.split()}
+
+        torchs = used(ours=False)  # flash attention in torch 2.10, cuDNN's from 2.11 on
+        assert torchs
+        assert "math" not in torchs
+        assert used(ours=True) == {"math", *torchs}
 
     def test_a_backend_that_can_not(self, models: Path) -> None:
         """Flash attention doesn't support float32: torch raises an error instead of choosing another backend."""

@@ -751,6 +751,17 @@ def test_tokens_behind_the_last_sequence(functions: Functions) -> None:
     assert torch.equal(functions.flash_attn_varlen_func(*longer, **lengths, causal=True)[:7], expected)
 
 
+@pytest.mark.skipif(not PAGES, reason="no number of splits before torch 2.13")
+def test_torch_compile_with_a_backend(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice between an activated backend and cuDNN is a constant of the graph."""
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
+    functions = fresh().load(environment())
+    compiled = torch.compile(functions.flash_attn_func, fullgraph=True, backend="aot_eager")
+    inputs = [random(1, 6, 2, 16, seed=seed) for seed in range(3)]
+    torch.testing.assert_close(compiled(*inputs), functions.flash_attn_func(*inputs))
+    assert [call["num_splits"] for call in calls] == [0, 0]
+
+
 @pytest.mark.usefixtures("calls")
 @pytest.mark.parametrize("scale", [None, 0.1])
 def test_torch_compile(scale: float | None) -> None:
