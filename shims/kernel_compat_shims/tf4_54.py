@@ -26,8 +26,9 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         given = {**dict(zip(FORWARD.parameters, args, strict=False)), **kwargs}
         positions, query, key = given.get("position_ids"), given["query_states"], given["key_states"]
         if positions is not None and given.get("cu_seq_lens_q") is None:
-            # Upstream reads where sequences begin in them: once for all rows, and after a cache nowhere.
-            positions = positions.expand(len(query), -1) if query.shape[1] == key.shape[1] else None
+            # Upstream reads where sequences begin in them: once for all rows, and nowhere after a cache or in Qwen2-VL's (3, batch, length).
+            of_sequences = positions.ndim == 2 and query.shape[1] == key.shape[1]
+            positions = positions.expand(len(query), -1) if of_sequences else None
             args, kwargs = (), {**given, "position_ids": positions}
         implementation = with_implementation(kwargs).get("implementation")
         function = original if implementation is None else copy_for(implementation)

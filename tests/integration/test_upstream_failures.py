@@ -205,11 +205,19 @@ class TestS4WindowTooWide:
 class TestPositionsOfABatch:
     """Without a mask upstream finds sequences by their positions, of which it has those of one row for a batch."""
 
-    def attend(self, queries: int, batch: int) -> tuple[Tensor, Tensor]:
-        """Under upstream's own name, for the last queries of eight tokens; and the right output."""
+    def attend(self, queries: int, batch: int, axes: int = 0) -> tuple[Tensor, Tensor]:
+        """Under upstream's own name, for the last queries of eight tokens; and the right output.
+
+        Args:
+            axes: the number of position ids of a token, as Qwen2-VL has them; 0 for other models.
+        """
         generator = torch.Generator().manual_seed(1)
         q, k, v = (torch.randn(batch, n, 2, 16, generator=generator) for n in (queries, 8, 8))
-        options = {"implementation": "flash_attention_3", "position_ids": torch.arange(8)[None, -queries:]}
+        positions = torch.arange(8)[None, -queries:]
+        options = {
+            "implementation": "flash_attention_3",
+            "position_ids": positions.expand(axes, batch, -1) if axes else positions,
+        }
         found = upstream._flash_attention_forward(q, k, v, None, queries, True, **options)
         return found, reference.flash_attn_func(q, k, v, causal=True)
 
@@ -218,9 +226,18 @@ class TestPositionsOfABatch:
         torch.testing.assert_close(found[0], right[0])
         assert distance(found[1], right[1]) > 0.5
 
+    @pytest.mark.parametrize("axes", [0, 3])
     @pytest.mark.parametrize(("queries", "batch"), [(8, 2), (8, 1), (3, 2), (1, 2), (3, 1)])
-    def test_with_the_library(self, installed: kernel_compat.Report, queries: int, batch: int) -> None:
-        torch.testing.assert_close(*self.attend(queries, batch))
+    def test_with_the_library(self, installed: kernel_compat.Report, queries: int, batch: int, axes: int) -> None:
+        torch.testing.assert_close(*self.attend(queries, batch, axes))
+
+    def test_packed_rows(self, installed: kernel_compat.Report) -> None:
+        """Sequences that begin at the same places in both rows."""
+        q, k, v = (torch.randn(2, 8, 2, 16) for _ in range(3))
+        options = {"implementation": "flash_attention_3", "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
+        found = upstream._flash_attention_forward(q, k, v, None, 8, True, **options)
+        parts = [reference.flash_attn_func(q[:, at], k[:, at], v[:, at], causal=True) for at in (slice(3), slice(3, 8))]
+        torch.testing.assert_close(found, torch.cat(parts, 1))
 
 
 @pytest.mark.usefixtures("fresh")

@@ -29,7 +29,7 @@ from kernel_compat import (
     UnsupportedFeatureError,
     known_kernels,
 )
-from kernel_compat.kernels import reference
+from kernel_compat.kernels import reference, torch_varlen
 from kernel_compat.kernels.catalog import instead
 from kernel_compat.kernels.torch_varlen import _scaled, _write
 
@@ -105,7 +105,8 @@ class Varlen:
 
 
 def kernel_over(varlen_attn: Any, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """The kernel over another `varlen_attn`, which runs on any device."""
+    """The kernel over another `varlen_attn`, which runs on any device, in a torch whose own kernel takes a number of splits."""
+    monkeypatch.setattr(torch_varlen, "_takes_splits", lambda: True)  # torch 2.12 has the parameter for FA3 alone
     module = ModuleType("kc_varlen")
     module.varlen_attn = varlen_attn  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kc_varlen", module)
@@ -522,6 +523,22 @@ def test_splits_of_an_activated_backend(monkeypatch: pytest.MonkeyPatch) -> None
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
         assert splits() is None
     assert splits() == 0
+
+
+def test_torch_2_12_has_a_number_of_splits_for_a_backend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured on an H100: its own kernel raises "num_splits requires FA3", and in pages it would split the keys."""
+    active: list[str | None] = [None]
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active[0], raising=False)
+    varlen_attn = Varlen(TORCH_2_12)
+    kernel = kernel_over(varlen_attn, monkeypatch)
+    monkeypatch.setattr(torch_varlen, "_takes_splits", lambda: False)
+    functions = kernel.load(environment())
+    assert not kernel.features.paged
+    assert functions.flash_attn_with_kvcache is None
+    call(functions, "dense", SOME, SOME, SOME, deterministic=True)
+    active[0] = "FA3"
+    call(functions, "dense", SOME, SOME, SOME, deterministic=True)
+    assert [asked.get("num_splits") for asked in varlen_attn.asked] == [None, 1]
 
 
 def test_lengths_that_are_equal_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
