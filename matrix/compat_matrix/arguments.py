@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 #: Arguments by name, with the keywords of `argparse.ArgumentParser.add_argument`.
 Arguments = dict[str, dict[str, Any]]
@@ -65,19 +65,12 @@ def _days(text: str) -> int:
 
 positive = _checked(int, lambda number: number > 0, "a number from 1 on")
 days = _checked(_days, lambda number: 1 <= number <= 100_000, "a number of days such as 90d")
-seconds = _checked(float, lambda number: 0 < number <= 3600, "seconds up to 3600")
 #: Smaller parts would be thousands.
 size = _checked(_bytes, lambda number: number >= 1 << 20, "a size such as 64MiB, from 1MiB on")
 words = _checked(shlex.split, lambda _: True, "arguments as in a shell")
-address = _checked(
-    str,
-    lambda text: urlsplit(text).scheme in ("http", "https") and urlsplit(text).hostname,
-    "an address such as https://example.org/hook",
-)
+address = _checked(str, re.compile(r"https?://[^/:\s]").match, "an address such as https://example.org/hook")
 
-AXES_FILE: Arguments = {
-    "--axes": option("the axes file (default: matrix/axes.toml or axes.toml)", type=Path, metavar="FILE"),
-}
+AXES_FILE: Arguments = {"--axes": option("default: matrix/axes.toml or axes.toml", type=Path, metavar="FILE")}
 #: Which cells.
 FILTER: Arguments = {
     "--only": option('only cells that match, such as "transformers>=5.4 and torch==2.11"', metavar="EXPRESSION"),
@@ -90,12 +83,8 @@ SELECTION: Arguments = {
     "--shard": option("only this part of the cells, such as 3/8", metavar="N/OF"),
 }
 #: Where packages come from.
-PINS: Arguments = {
-    "--pins": option("the folder of the pins (default: pins, beside the axes file)", type=Path, metavar="DIR"),
-}
-LATEST: Arguments = {
-    "--latest": flag("the newest releases that fit, instead of the pins"),
-}
+PINS: Arguments = {"--pins": option("the pins (default: pins, beside the axes file)", type=Path, metavar="DIR")}
+LATEST: Arguments = {"--latest": flag("the newest releases that fit, instead of the pins")}
 ENVIRONMENTS: Arguments = {
     **PINS,
     "--offline": option("install from a folder written by `fetch`, without network", type=Path, metavar="DIR"),
@@ -107,18 +96,10 @@ TESTS: Arguments = {
     "--suite": option("the suite to run (default: default)", default="default"),
     "--pytest": option("further arguments for pytest, as one string", type=words, default="", metavar="ARGUMENTS"),
 }
-JOBS: Arguments = {
-    "-j --jobs": option("cells to run at a time (default: the number of cores)", type=positive),
-}
-EXECUTOR: Arguments = {
-    **JOBS,
-    "--no-fork": flag("start a new process for every cell, which imports torch itself"),
-}
-STORE: Arguments = {
-    "--store": option(
-        "a file, or any SQLAlchemy URL (default: $KERNEL_COMPAT_MATRIX_STORE, else matrix.sqlite)", metavar="URL"
-    ),
-}
+JOBS: Arguments = {"-j --jobs": option("cells to run at a time (default: the number of cores)", type=positive)}
+EXECUTOR: Arguments = {**JOBS, "--no-fork": flag("start a new process for every cell, which imports torch itself")}
+_STORE = "a file, or any SQLAlchemy URL (default: $KERNEL_COMPAT_MATRIX_STORE, else matrix.sqlite)"
+STORE: Arguments = {"--store": option(_STORE, metavar="URL")}
 #: What a new run of cells takes besides their selection.
 OF_A_RUN: Arguments = {**STORE, **TESTS, **LATEST, **ENVIRONMENTS}
 JSON: Arguments = {"--json": flag("print JSON")}
@@ -126,11 +107,7 @@ JSON: Arguments = {"--json": flag("print JSON")}
 A_RUN = "a run: an id, a label, latest~1"
 RUNS: Arguments = {"runs": option(A_RUN, metavar="RUN", nargs="+")}
 #: Which runs' results; every run's by default.
-OF_RUNS: Arguments = {
-    "--run": option(
-        "only results of this run (repeatable; default: all runs)", dest="runs", metavar="RUN", action="append"
-    ),
-}
+OF_RUNS: Arguments = {"--run": option("only this run (repeatable)", dest="runs", metavar="RUN", action="append")}
 
 COMMANDS = {
     "check": Command(
@@ -138,7 +115,6 @@ COMMANDS = {
         "ask a service for its verdict on this environment; runs nothing",
         {
             "service": option("the address of the service", metavar="URL"),
-            "--timeout": option("time limit of an answer (default: 10)", type=seconds, default="10", metavar="SECONDS"),
             "--json": flag("print JSON on stdout, and nothing else"),
         },
     ),
@@ -153,16 +129,12 @@ COMMANDS = {
         "write a folder from which `run --offline` installs without a network",
         {
             **SELECTION,
-            "folder": option("the folder; files that it has already are not fetched again", type=Path, metavar="DIR"),
+            "folder": option("the folder; files that it already has are not fetched again", type=Path, metavar="DIR"),
             **PINS,
             **LATEST,
             "--without-torch": flag("leave out torch, for machines that have their own: `run --base-python`"),
             "--with-runner": flag("include this command itself"),
-            "--parts": option(
-                "write the folder also as files of at most this size, such as 64MiB, into DIR.parts",
-                type=size,
-                metavar="SIZE",
-            ),
+            "--parts": option("write it also in files of this size, as 64MiB, to DIR.parts", type=size, metavar="SIZE"),
         },
     ),
     "run": Command(
@@ -173,20 +145,12 @@ COMMANDS = {
             "--all": flag("run every cell: without a selection this is needed"),
             **OF_A_RUN,
             "--label": option("a name for the run", default=""),
-            "--resume": option(
-                "continue a run (default: the latest whole run)", nargs="?", const="latest", metavar="RUN"
-            ),
+            "--resume": option("continue a run (default: latest)", nargs="?", const="latest", metavar="RUN"),
             "--failed": flag("with --resume: repeat the cells that failed"),
-            "--retry-failed": flag(
-                "repeat failed tests once; a test that passes the second time is flaky, and doesn't fail the run"
-            ),
-            "--executor": option(
-                "run on this machine, or on the Ray cluster at $RAY_ADDRESS", choices=["local", "ray"], default="local"
-            ),
+            "--retry-failed": flag("repeat failed tests once; one that passes then is flaky, and doesn't fail the run"),
+            "--executor": option("ray: on the Ray cluster at $RAY_ADDRESS", choices=["local", "ray"], default="local"),
             **EXECUTOR,
-            "--export": option(
-                "write the run into a new file at the end, for `merge` elsewhere", type=Path, metavar="FILE"
-            ),
+            "--export": option("write the run into a new file at the end, for `merge`", type=Path, metavar="FILE"),
         },
     ),
     "runs": Command("views.runs:run", "list the runs in the store", {**JSON, **STORE}),
@@ -226,9 +190,7 @@ COMMANDS = {
         "write a static site",
         {
             "folder": option("the folder to write: a new one, or an older report's", metavar="DIR", type=Path),
-            "--axes": option(
-                "the axes file of the project whose name the pages have (matrix/axes.toml)", type=Path, metavar="FILE"
-            ),
+            **AXES_FILE,
             **OF_RUNS,
             **STORE,
         },
@@ -294,17 +256,13 @@ COMMANDS = {
             "--host": option("the address to listen on (default: 127.0.0.1)", default="127.0.0.1"),
             "--port": option("the port to listen on; 0 for any free one (default: 8000)", type=int, default=8000),
             "--root-path": option("the path at which a proxy serves it, such as /matrix", default="", metavar="PATH"),
-            "--read": option(
-                "allow reading without a token, or only with one", choices=["open", "token"], default="open"
-            ),
+            "--read": option("token: allow reading only with a token", choices=["open", "token"], default="open"),
             "--ray": option("run cells on this Ray cluster instead of this machine", metavar="ADDRESS"),
             "--no-run": flag("run no cells: show the store, and take uploaded runs"),
-            "--keep": option("delete runs this long after they have ended, such as 90d", type=days, metavar="DAYS"),
             **EXECUTOR,
             **ENVIRONMENTS,
-            "--execute": option(
-                argparse.SUPPRESS
-            ),  # the runs, in a process that a service starts, which this identifies
+            # In the process that a service starts for its runs: identifies the service.
+            "--execute": option(argparse.SUPPRESS),
         },
     ),
     "token": Command("commands.token:run", "manage the tokens of a service"),
@@ -315,9 +273,7 @@ COMMANDS = {
             **AXES_FILE,
             **FILTER,
             **STORE,
-            "--dry-run": flag("list the releases and the cells; store nothing"),
             "--webhook": option("POST the report to this address, as JSON", metavar="URL", type=address),
-            **TESTS,
             **JOBS,
             **ENVIRONMENTS,
         },
@@ -327,9 +283,7 @@ COMMANDS = {
         "find the first release that broke a test or a shim",
         {
             "--test": option("a test by its pytest node id, or all tests below it; only these run", metavar="NODEID"),
-            "--seam": option(
-                "a shim by its name in `kernel-compat status`; it is bad if it isn't applied", metavar="NAME"
-            ),
+            "--seam": option("a shim in `kernel-compat status`, which is bad if it isn't applied", metavar="NAME"),
             "--axis": option("the axis of releases to search (default: transformers)", default="transformers"),
             "--good": option("a good value (default: the oldest)", metavar="VERSION"),
             "--bad": option("a bad value (default: the newest)", metavar="VERSION"),

@@ -272,17 +272,6 @@ def test_runs_of_other_machines_are_uploaded(network: Network, tmp_path: Path) -
     assert ended(service) == 0, service.said()
 
 
-def test_old_runs_are_deleted(network: Network) -> None:
-    with Store.open(network.stored) as store:
-        run, new = store.new_run([]), store.new_run([])
-        store.finish(run, "finished")
-        with store.writing() as connection:
-            connection.execute(text("UPDATE run SET finished = '2020-01-01 00:00:00' WHERE name = :run"), {"run": run})
-    service = network.serve("--keep", "90d")
-    until(lambda: [one.id for one in network.runs()] == [new], "an end of the old run")
-    assert ended(service) == 0
-
-
 # Claims.
 
 
@@ -382,7 +371,6 @@ def test_a_service_says_what_is_wrong_and_what_is_next(small: Small) -> None:
     until(below.said, "a word of the service")
     assert 'href="/below/runs"' in requests.get(below.said().split()[0], timeout=30).text
     assert ended(below) == 0
-    assert "a number of days such as 90d, not '90'" in small.run("serve", "--keep", "90").stderr
 
 
 def test_the_server_is_an_extra(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
