@@ -1,4 +1,4 @@
-"""The axes file: the cells, the excluded ones with reasons, the packages in a cell and the tests it runs."""
+"""The axes file: the cells, the packages in a cell and the tests it runs. docs/matrix.md describes its fields."""
 
 from __future__ import annotations
 
@@ -98,21 +98,16 @@ def _check_axis(name: str) -> None:
     if near := get_close_matches(name, AXES, 1, 0.9):
         raise ValueError(f"there is no such axis; is it {near[0]}?")
     if not re.fullmatch(WORD, name) or name in _RESERVED:
-        raise ValueError(
-            "the name of an axis is a word of at most 40 lower-case letters, digits and underscores, such as peft, and none of "
-            + ", ".join(sorted(_RESERVED))
-        )
+        form = "a word of at most 40 lower-case letters, digits and underscores, such as peft"
+        raise ValueError(f"the name of an axis is {form}, and none of {', '.join(sorted(_RESERVED))}")
 
 
 def _alike(values: list[str]) -> list[str]:
-    words = [value for value in values if not is_release(value)]
-    if words and len(words) < len(values):
+    if len({*map(is_release, values)}) > 1:
         raise ValueError(f"the values of an axis are releases, or words, not both: {', '.join(values)}")
-    for word in words:
-        if not re.fullmatch(WORD, word):
-            raise ValueError(
-                f"a value is a release such as 0.17, or a word of lower-case letters, digits and underscores, not {word!r}"
-            )
+    if wrong := [value for value in values if not is_release(value) and not re.fullmatch(WORD, value)]:
+        form = "a release such as 0.17, or a word of lower-case letters, digits and underscores"
+        raise ValueError(f"a value is {form}, not {wrong[0]!r}")
     return values
 
 
@@ -137,11 +132,7 @@ class _Conditional(_Table):
 
 
 class Values(_Table):
-    """The values of each axis, in the order in which they are run and shown.
-
-    ``transformers = "supported"`` and ``torch = "supported"`` are the lists of `kernel_compat.releases`. Cells have no
-    transformers or torch if it is left out. All other names are axes of the project's own.
-    """
+    """The values of each axis, in the order in which they are run and shown. Other names are axes of the project's own."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     __pydantic_extra__: dict[OwnAxis, OwnValues] = Field(init=False)
@@ -175,24 +166,14 @@ class Exclude(_Table):
 
 
 class Project(_Table):
-    """The tested project. It is installed from its folder, with its requirements.
-
-    Attributes:
-        path: its folder, relative to the axes file's.
-        extras: its extras that are installed in every cell.
-    """
+    """The tested project: its folder, relative to the axes file's, and the extras that every cell has."""
 
     path: str = "."
     extras: list[str] = []
 
 
 class Packages(_Conditional):
-    """Requirements of the cells that match a condition.
-
-    Attributes:
-        part: ``"base"``, with torch, or ``"layer"``, with transformers and the distributions of own axes: required if it depends on
-            one of these or on one of their requirements.
-    """
+    """Requirements of the cells that match a condition, in their base or in their layer."""
 
     requires: Annotated[list[Annotated[str, _accepted_by(Requirement)]], Field(min_length=1)]
     part: Literal["base", "layer"] = "base"
@@ -200,30 +181,19 @@ class Packages(_Conditional):
     @model_validator(mode="after")
     def _part_is_known(self) -> Packages:
         """The condition may only use the part's axes, as all cells with the same values of these share the part."""
-        if self.when is not None:
-            axes = self.when.axes
-            others = sorted(axes - {*_BASE} if self.part == "base" else axes & {*_NOT_OF_LAYER})
-            if others:
-                rest = "torch and flash_attention" if self.part == "base" else "transformers and the project's own axes"
-                raise ValueError(
-                    f"the {self.part} of a cell depends on python, {rest} only, not on {', '.join(others)}"
-                )
+        axes = self.when.axes if self.when else set()
+        if self.part == "base":
+            others, may = axes - {*_BASE}, "torch and flash_attention"
+        else:
+            others, may = axes & {*_NOT_OF_LAYER}, "transformers and the project's own axes"
+        if others:
+            said = f"the {self.part} of a cell depends on python, {may} only"
+            raise ValueError(f"{said}, not on {', '.join(sorted(others))}")
         return self
 
 
 class Tests(_Conditional):
-    """The tests that the cells matching a condition run.
-
-    Attributes:
-        suite: the name for ``run --suite``.
-        command: the arguments; if the first is ``pytest``, the cell's Python runs it, with the plugins that collect results.
-        minutes: the time limit.
-        gpus: the number of GPUs that a cell leases; each gets a pytest worker.
-        memory: the memory in GiB, for schedulers.
-        accelerator: the type of these GPUs, as Ray names it; without Ray it has no effect.
-        environment: environment variables in addition to the runner's.
-        watch: an axis of releases; on its new ones `watch` runs this suite too, in the last cell of each release.
-    """
+    """The tests that the cells matching a condition run. The memory is in GiB."""
 
     __test__ = False
 
@@ -246,15 +216,7 @@ class Tests(_Conditional):
 
 
 class Known(_Conditional):
-    """Failures that are tied to an issue: in the cells that match a condition, they don't fail the run.
-
-    Attributes:
-        test: a node id, in which ``*`` stands for any text.
-        issue: the link to the issue.
-        until: the last day, such as ``"2026-12-31"``, or a condition on cells, such as ``"transformers>=5.24"``: the release in
-            which the failure should be gone.
-        because: what fails.
-    """
+    """Failures that are tied to an issue: in the cells that match a condition, they don't fail the run."""
 
     test: Text
     issue: Annotated[str, Field(pattern=r"^https?://[!-~]+$", max_length=500)]
@@ -276,15 +238,7 @@ class Known(_Conditional):
 
 
 class Axes(_Table):
-    """An axes file.
-
-    Attributes:
-        version: the version of the file format: 1.
-        axes: one table of values or several, whose cells are joined.
-        not_installed: own axes of releases that aren't distributions.
-        exclude_newer: a day such as ``"2026-11-15"``; pins are resolved from the releases that existed at its start.
-        path: the path of the file.
-    """
+    """An axes file, with its path."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ignored_types=(cached_property,))
 
@@ -298,7 +252,6 @@ class Axes(_Table):
     known: list[Known] = []
     project: Project = Project()
     exclude_newer: Annotated[str, _accepted_by(_check_day)] | None = None
-    not_installed: list[str] = []
     path: Path = Field(default=OWN, exclude=True)
 
     @cached_property
@@ -318,19 +271,13 @@ class Axes(_Table):
     @cached_property
     def distributions(self) -> dict[str, str]:
         """The own axes whose values are releases of a distribution, with the names of the distributions."""
-        return {
-            axis: canonicalize_name(axis)
-            for axis, values in self.own.items()
-            if is_release(values[0]) and axis not in self.not_installed
-        }
+        return {axis: canonicalize_name(axis) for axis, values in self.own.items() if is_release(values[0])}
 
     @model_validator(mode="after")
     def _tables_agree(self) -> Axes:
         """An axis has releases in all tables, or words."""
         if mixed := next((axis for axis, values in self.own.items() if len({*map(is_release, values)}) > 1), None):
             raise ValueError(f"{mixed}: the values of an axis are releases, or words, not both")
-        if unknown := sorted({*self.not_installed} - self.own.keys()):
-            raise ValueError(f"not_installed: there is no axis {', '.join(unknown)}")
         return self
 
     @property
@@ -339,12 +286,7 @@ class Axes(_Table):
         return [cell for cell, because in self.all_cells.items() if not because]
 
     def select(self, only: str | None = None, names: Sequence[str] = (), pairwise: bool = False) -> list[Cell]:
-        """Select cells that aren't excluded.
-
-        Args:
-            only: an `Expression`.
-            names: the names of the cells; empty for all.
-            pairwise: reduce the selection to a small one in which every two values that share a cell still do.
+        """Select cells that aren't excluded, by a condition and by names; `pairwise` reduces them to a `cover`.
 
         Raises:
             MatrixError: the condition or a name is invalid, a named cell is excluded, or no cell remains.
@@ -357,11 +299,10 @@ class Axes(_Table):
                 raise MatrixError(f"{name} is excluded: {known[name]}")
         condition = self._condition(only)
         cells = [cell for cell in self.cells if condition(cell) and (not names or cell.name in names)]
-        if not cells and only is not None:
-            refused = "".join([f": {because}" for because in self.excluded(only).values()][:1])
-            raise MatrixError(f"no cell of {self.path.name} matches {only!r}{refused}")
         if not cells:
-            raise MatrixError(f"the rules of {self.path.name} exclude every cell")
+            whys = [f": {because}" for because in self.excluded(only).values()]
+            what = "is left by its rules" if only is None else f"matches {only!r}"
+            raise MatrixError(f"no cell of {self.path.name} {what}{''.join(whys[:1])}")
         return cover(cells) if pairwise else cells
 
     def excluded(self, only: str | None = None) -> dict[Cell, str]:
@@ -431,9 +372,8 @@ def load(path: Path) -> Axes:
             place = problem["loc"]
             if place[:1] == ("axes",) and not isinstance(found.get("axes"), list):
                 place = place[:1] + place[2:]
-            where = ".".join(map(str, place))
-            message = problem["msg"].removeprefix("Value error, ")
-            problems.append(f"{path}:{_line_of(text, place)}: {where}{': ' if where else ''}{message}")
+            said = [*filter(None, [".".join(map(str, place))]), problem["msg"].removeprefix("Value error, ")]
+            problems.append(": ".join([f"{path}:{_line_of(text, place)}", *said]))
         raise MatrixError("\n".join(problems)) from None
 
 
@@ -463,9 +403,6 @@ def _line_of(text: str, place: Sequence[int | str]) -> int:
 
 def _depth(found: Any, place: Sequence[int | str]) -> int:
     """The number of keys of a path that exist."""
-    for depth, key in enumerate(place):
-        try:
-            found = found[key]
-        except (KeyError, IndexError, TypeError):
-            return depth
-    return len(place)
+    with suppress(LookupError, TypeError):
+        return 1 + _depth(found[place[0]], place[1:])
+    return 0

@@ -18,11 +18,7 @@ VERSION = rf"^{_VERSION}([+ ][A-Za-z0-9]{{1,40}}([._-][A-Za-z0-9]{{1,40}}){{0,5}
 
 
 def checked(text: str) -> str:
-    """A version without its local part.
-
-    Raises:
-        MatrixError: it isn't a version.
-    """
+    """A version without its local part; raises `MatrixError` if it isn't one."""
     if not re.fullmatch(VERSION, text):
         raise MatrixError(f"a release such as 5.9.0, 5.9, 5.9.0rc1 or 2.11.0+cu130, not {text[:100]!r}")
     return Version(text.replace(" ", "+")).public

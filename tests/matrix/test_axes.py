@@ -136,7 +136,6 @@ def line(text: str, part: str) -> int:
             "[axes]",
             "axes: the names of cells",
         ),
-        ("version = 1", 'version = 1\nnot_installed = ["cuda"]', "version = 1", "not_installed: there is no axis cuda"),
         ('because = "transformers 5.21', 'why = "transformers 5.21', 'why = "tr', "exclude.0.why: Extra inputs"),
         ('because = "no kernel"', 'because = ""', 'because = ""', "exclude.1.because: String should have at least"),
         ('"python<3.11 and', '"python<<3.11 and', '"python<<', "exclude.0.when: this isn't a condition on cells"),
@@ -297,7 +296,6 @@ def test_the_committed_file_is_right() -> None:
 
 OWN_AXES = """\
 version = 1
-not_installed = ["cuda"]
 
 [[axes]]
 python = ["3.11"]
@@ -308,7 +306,7 @@ backend = ["gloo", "nccl"]
 [[axes]]
 python = ["3.11"]
 trl = ["1.0"]
-cuda = ["12.8"]
+cuda = ["cu128"]
 
 [[exclude]]
 when = "peft==0.17 and transformers>=5.20 or backend==nccl and peft>=0.18"
@@ -320,7 +318,7 @@ when = "backend==nccl and peft"
 requires = ["deepspeed"]
 
 [[tests]]
-when = "trl and cuda>=12"
+when = "trl and cuda==cu128"
 command = ["pytest", "tests/trl"]
 
 [[tests]]
@@ -335,11 +333,11 @@ def test_a_project_has_axes_of_its_own(tmp_path: Path) -> None:
         "py311-tf5.4-backend=gloo-peft=0.18",
         "py311-tf5.4-backend=nccl-peft=0.17",
         "py311-tf5.23-backend=gloo-peft=0.18",
-        "py311-cuda=12.8-trl=1.0",
+        "py311-cuda=cu128-trl=1.0",
     ]
-    assert axes.own == {"backend": ["gloo", "nccl"], "peft": ["0.17", "0.18"], "cuda": ["12.8"], "trl": ["1.0"]}
+    assert axes.own == {"backend": ["gloo", "nccl"], "peft": ["0.17", "0.18"], "cuda": ["cu128"], "trl": ["1.0"]}
     assert axes.distributions == {"peft": "peft", "trl": "trl"}
-    assert [cell.name for cell in axes.select("trl")] == ["py311-cuda=12.8-trl=1.0"]
+    assert [cell.name for cell in axes.select("trl")] == ["py311-cuda=cu128-trl=1.0"]
     assert [cell.name for cell in axes.select("peft<=0.17", pairwise=True)] == [
         "py311-tf5.4-backend=gloo-peft=0.17",
         "py311-tf5.4-backend=nccl-peft=0.17",

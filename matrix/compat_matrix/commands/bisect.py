@@ -14,7 +14,8 @@ from .. import gpus, runner
 from ..cells import Cell, values_of
 from ..errors import MatrixError
 from ..expressions import is_release, release
-from ..options import axes_of, cells_of, jobs_of, new_run
+from ..jobs import jobs_of, new_run
+from ..options import axes_of, cells_of
 from ..outcomes import NO_TEST
 from ..progress import Progress
 from ..results import CellResult

@@ -21,7 +21,7 @@ def list_cells(options: argparse.Namespace) -> int:
     """Print the cells, or the reasons for the excluded ones; returns the exit code."""
     axes = axes_of(options)
     if options.excluded:
-        refused = {cell.name: because for cell, because in axes.all_cells.items() if because}
+        refused = {cell.name: because for cell, because in axes.excluded().items()}
         counts = [f"{plural(count, 'cell')}: {because}" for because, count in Counter(refused.values()).most_common()]
         print(json.dumps(refused, indent=2) if options.json else "\n".join(counts))
         return 0

@@ -30,7 +30,8 @@ from ..axes import Axes, Packages, cover
 from ..cells import Cell
 from ..errors import MatrixError
 from ..expressions import Expression, release
-from ..options import axes_of, execute, executor_of, jobs_of, new_run
+from ..jobs import execute, executor_of, jobs_of, new_run
+from ..options import axes_of
 from ..pins import project_requirements
 from ..results import ENDED
 from ..store import State, Store

@@ -31,7 +31,8 @@ from .. import runner
 from ..cells import parse
 from ..errors import MatrixError
 from ..fingerprint import of_axes
-from ..options import axes_of, executor_of, jobs_of
+from ..jobs import executor_of, jobs_of
+from ..options import axes_of
 from ..processes import share_priority
 from ..progress import Progress
 from ..store import Store, submissions

@@ -16,7 +16,7 @@ from ..axes import Axes
 from ..cells import LONGEST, NAME, Cell
 from ..errors import MatrixError
 from ..fingerprint import of_axes
-from ..options import jobs_of, revision
+from ..jobs import jobs_of, revision
 from ..store import Store, inserts, submissions
 from ..store.models import RUN
 
