@@ -33,11 +33,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def of_axes(axes: Axes) -> str:
-    """The fingerprint of a project, its axes file and the pins beside it.
-
-    Raises:
-        MatrixError: one of them can't be read.
-    """
+    """The fingerprint of a project, its axes file and the pins beside it; raises `MatrixError` if one can't be read."""
     try:
         digest = hashlib.sha256(fingerprint(axes.folder).encode())
         for path in [axes.path, *sorted((axes.path.parent / "pins").glob("*.txt"))]:

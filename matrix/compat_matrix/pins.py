@@ -1,9 +1,4 @@
-"""Pins: the exact packages in a cell, as requirement files with hashes and without an index.
-
-A cell has two parts, so that few environments serve many cells: the *base* is an environment with torch and
-FlashAttention, the *layer* on top of it has transformers, the distributions of the project's own axes, and the packages installed with them. ``py311-torch2.15.txt`` and
-``py311-tf5.23.txt`` are the pins of ``py311-tf5.23-torch2.15``.
-"""
+"""Pins: the exact packages in the two parts of a cell, as requirement files with hashes and without an index."""
 
 from __future__ import annotations
 
@@ -40,11 +35,7 @@ class UvError(MatrixError):
 
 
 def uv(*arguments: str, text: str = "", folder: Path | None = None) -> str:
-    """Run uv in a folder, with an input; returns its output.
-
-    Raises:
-        UvError: it failed.
-    """
+    """Run uv in a folder, with an input; returns its output, and raises `UvError` if it failed."""
     environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
     pipes: dict[str, Any] = {"input": text, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
     command = [find_uv_bin(), *arguments, "--quiet"]
@@ -105,13 +96,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Part:
-    """The base or the layer of a cell.
-
-    Attributes:
-        name: the name of the pin file, such as ``py311-torch2.15-fa4`` or ``py311-tf5.23``.
-        python: ``"3.11"``.
-        pins: sorted by name.
-    """
+    """The base or the layer of a cell, by the name of its pin file, such as ``py311-torch2.15-fa4`` or ``py311-tf5.23``."""
 
     name: str
     python: str
@@ -142,17 +127,11 @@ Parts = Mapping[str, Part | UvError]
 
 
 def read(path: Path, python: str) -> Part:
-    """Read a pin file.
-
-    Raises:
-        MatrixError: it doesn't exist, or a line isn't a pin.
-    """
+    """Read a pin file; raises `MatrixError` if it doesn't exist, or a line isn't a pin."""
+    if not path.exists():
+        raise MatrixError(f"{path.stem} has no pins: create them with `kernel-compat-matrix pin`, or use --latest")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise MatrixError(
-            f"{path.stem} has no pins: create them with `kernel-compat-matrix pin`, or use --latest"
-        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise MatrixError(f"{path} can't be read: {error}") from None
     pins = []
@@ -167,19 +146,13 @@ def read(path: Path, python: str) -> Part:
 
 
 def write(part: Part, folder: Path) -> bool:
-    """Write a pin file; returns whether it changed.
-
-    Raises:
-        MatrixError: it can't be written.
-    """
+    """Write a pin file; returns whether it changed, and raises `MatrixError` if it can't be written."""
     path = folder / f"{part.name}.txt"
-    scratch = folder / f"{part.name}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.read_text(encoding="utf-8") == part.text:
             return False
-        scratch.write_text(part.text, encoding="utf-8")
-        scratch.replace(path)
+        path.write_text(part.text, encoding="utf-8")
     except OSError as error:
         raise MatrixError(f"{path} can't be written: {error.strerror}") from None
     return True
@@ -269,13 +242,13 @@ def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Parts) -> dict[str, fr
         base, layer = parts[cell.base], parts[cell.layer]
         if cell.base not in found and isinstance(base, Part) and isinstance(layer, Part):
             wanted = [*requirements_of("base", axes, cell, own), *requirements_of("layer", axes, cell, own)]
+            wanted = [text for text in wanted if _name(text) != "torch"]
             limits = [f"{name}=={version}" for name, version in (base.versions | layer.versions).items()]
             with TemporaryDirectory() as scratch:
                 torch = Path(scratch, "torch")
                 torch.write_text("torch", encoding="utf-8")
-                without = [text for text in wanted if _name(text) != "torch"]
                 options = ("--excludes", str(torch))
-                packages = lock(without, cell.python, axes.folder, *options, before=ANY_DAY, constraints=limits)
+                packages = lock(wanted, cell.python, axes.folder, *options, before=ANY_DAY, constraints=limits)
             needed = {canonicalize_name(package["name"]) for package in packages}
             found[cell.base] = frozenset(base.versions.keys() - needed)
     return found
@@ -293,26 +266,20 @@ def project_requirements(axes: Axes) -> list[Requirement]:
     except (OSError, KeyError, tomli.TOMLDecodeError) as error:
         raise MatrixError(f"{path}: no project to test: {error}") from None
     if "dependencies" in project.get("dynamic", ()):
-        raise MatrixError(
-            f"{path}: dynamic dependencies can't be read; name them under [[packages]] in {axes.path.name}"
-        )
-    texts = list(project.get("dependencies", ()))
+        advice = f"name them under [[packages]] in {axes.path.name}"
+        raise MatrixError(f"{path}: dynamic dependencies can't be read; {advice}")
+    texts, extras = [*project.get("dependencies", ())], project.get("optional-dependencies", {})
     for extra in axes.project.extras:
-        try:
-            texts += project.get("optional-dependencies", {})[extra]
-        except KeyError:
-            raise MatrixError(f"{path} has no extra {extra!r}") from None
+        if extra not in extras:
+            raise MatrixError(f"{path} has no extra {extra!r}")
+        texts += extras[extra]
     return [Requirement(text) for text in texts]
 
 
 def compile_pins(
     requirements: Iterable[str], constraints: Iterable[str], python: str, axes: Axes, latest: bool = False
 ) -> tuple[Pin, ...]:
-    """The newest releases that satisfy the requirements on Linux, x86-64.
-
-    Raises:
-        UvError: there are none.
-    """
+    """The newest releases that satisfy the requirements on Linux, x86-64; raises `UvError` if there are none."""
     before = ANY_DAY if latest else axes.exclude_newer
     order = _preferred(python)
 

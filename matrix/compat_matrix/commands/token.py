@@ -7,34 +7,23 @@ import os
 import sys
 from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from ..arguments import STORE, add, option, positive
+from ..arguments import add
 from ..errors import MatrixError
 from ..service import tokens
 from ..store import Store
 
-NAME = {"name": option("the name by which it is listed and revoked", metavar="NAME")}
-VERBS = {
-    "add": {
-        **NAME,
-        "--scope": option("what it allows (repeatable)", action="append", choices=tokens.SCOPES, required=True),
-        "--days": option("the number of days after which it expires (default: never)", type=positive, metavar="N"),
-        "--file": option("write it into a new file that only you can read, instead", type=Path, metavar="FILE"),
-    },
-    "list": {},
-    "revoke": NAME,
-}
+VERBS = {"add": "name --scope --days --file", "list": "", "revoke": "name"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, arguments in VERBS.items():
-        add(verbs.add_parser(verb), {**arguments, **STORE})
+        add(verbs.add_parser(verb), f"{arguments} --store")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ from ..atlas.upstream import SEAMS
 from ..axes import Axes, Packages, cover
 from ..cells import Cell
 from ..errors import MatrixError
-from ..expressions import Expression, release
+from ..expressions import Expression, is_release, release
 from ..jobs import execute, executor_of, jobs_of, new_run
 from ..options import axes_of
 from ..pins import project_requirements
@@ -44,8 +44,8 @@ DISTRIBUTIONS = ("transformers", "torch", "flash-attn-4", "flash-attn", "liger-k
 
 #: Releases by distribution, oldest first.
 Releases = Mapping[str, Sequence[Version]]
-#: Whether a new release affects a cell.
-Touches = Callable[[Cell], bool]
+#: The differences between the new releases and what the shims expect, and the error if the atlas couldn't be made.
+Atlas = tuple[list[dict[str, Any]], str | None]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     with Store.open(options.store) as store:
         index = Index()
         there = on_index(index, [*DISTRIBUTIONS, *axes.distributions.values()], note)
-        new = unseen(store, there, note, learn=not options.dry_run)
+        new = unseen(store, there, note)
         if not new:
             note("no release is new")
             return 0
@@ -68,21 +68,17 @@ def run(options: argparse.Namespace) -> int:
             note(f"{distribution}: {', '.join(map(str, versions))} came out")
         extended, touches = touched(axes, new, note)
         cells = [cell for cell in extended.cells if touches(cell) and (only is None or only(cell))]
-        plan = {options.suite: cover(cells) if options.pairwise else cells}
+        plan = {"default": cover(cells) if options.pairwise else cells}
         for suite, some in suites(extended, cells, new).items():
             plan.setdefault(suite, some)
-        if options.dry_run:
-            for suite, some in plan.items():
-                for cell in some:
-                    print(cell if suite == options.suite else f"{cell} --suite {suite}")
-            return 0
-        wrong, no_atlas = read_atlas(store, index, new)
+        refused = {cell: why for cell, why in extended.excluded(options.only).items() if touches(cell)}
+        atlas = read_atlas(store, index, new)
         reports = []
         for suite, some in plan.items():
             before = states(store, suite)
-            made = _run(options, extended, some, suite, store, new, touches, console) if some else None
-            reports.append(report(store, suite, made, before, new, wrong, no_atlas))
-            wrong, no_atlas = [], None  # reported once
+            made = _run(options, extended, some, suite, store, console, new, refused) if some else None
+            reports.append(report(store, suite, made, before, new, atlas))
+            atlas = [], None  # reported once
         for one in reports:
             keep(store, NEWS, json.dumps(one))
         for distribution in new:  # only now: after an interruption they are still new
@@ -107,73 +103,60 @@ def on_index(index: Index, distributions: Iterable[str], note: Callable[[str], N
         except MatrixError as error:
             note(str(error))
             problems.append(error)
-            continue
-        there = (version for version, some in files.items() if not all(file.yanked for file in some))
-        found[distribution] = installable(files) or sorted(there)
+        else:
+            found[distribution] = installable(files) or installable(files, pre_releases=True)
     if not found:
         raise problems[0]
     return found
 
 
-def unseen(store: Store, there: Releases, note: Callable[[str], None], *, learn: bool) -> dict[str, list[Version]]:
-    """The newest patch of each minor release that the store hasn't seen. Of a distribution that it doesn't know, nothing is new.
-
-    Args:
-        learn: whether the releases of a distribution that the store doesn't know are stored as seen.
-    """
+def unseen(store: Store, there: Releases, note: Callable[[str], None]) -> dict[str, list[Version]]:
+    """The newest patch of each minor release that the store hasn't seen. It learns those of a distribution that it doesn't know."""
     found = {}
     for distribution, versions in there.items():
         known = seen(store, distribution)
-        newest = {version.release[:2]: version for version in versions if str(version) not in known}
-        if known and newest:
-            found[distribution] = sorted(newest.values())
-        elif not known:
+        if not known:
             last = f", the newest {versions[-1]}" if versions else ""
             note(f"{distribution}: {plural(len(versions), 'release')}, seen for the first time{last}")
-            see(store, distribution, map(str, versions if learn else ()))
+            see(store, distribution, map(str, versions))
+        elif newest := {version.release[:2]: version for version in versions if str(version) not in known}:
+            found[distribution] = sorted(newest.values())
     return found
 
 
-def touched(axes: Axes, new: Releases, note: Callable[[str], None]) -> tuple[Axes, Touches]:
+def touched(axes: Axes, new: Releases, note: Callable[[str], None]) -> tuple[Axes, Callable[[Cell], bool]]:
     """The axes extended by the new releases, and a predicate for the cells that these affect.
 
     A release of an axis' distribution becomes a value of that axis; another one a requirement of the cells that require it.
     """
     tables = [table.model_dump(exclude_unset=True) for table in axes.axes]
-    known = {canonicalize_name(axis): axis for axis in ("transformers", "torch", *axes.distributions)}
-    packages = [*axes.packages]
-    touches: list[Touches] = []
-    everywhere = {canonicalize_name(one.name) for one in project_requirements(axes)}
+    axis_of = {name: axis for axis, name in axes.distributions.items()}
+    fresh: set[tuple[str, str]] = set()
+    exactly: list[Packages] = []
     for distribution, versions in new.items():
-        axis = known.get(canonicalize_name(distribution))
-        having = [table for table in tables if axis in table]
-        if axis is not None and having:
-            for version in versions:
-                try:
-                    release(str(version))
-                except MatrixError:
+        axis = axis_of.get(distribution, distribution)
+        if having := [table for table in tables if axis in table]:
+            for version in map(str, versions):
+                if not is_release(version):
                     note(f"{distribution} {version} can't be a value of an axis, and is left out")
                     continue
+                fresh.add((axis, version))
                 for table in having:
-                    table[axis] = [*dict.fromkeys([*table[axis], str(version)])]
-                touches.append(lambda cell, axis=axis, value=str(version): cell.axes.get(axis) == value)  # type: ignore[misc]
+                    table[axis] = [*dict.fromkeys([*table[axis], version])]
             continue
+        wanted = f"{distribution}=={versions[-1]}"
+        project = [Packages(requires=[str(one)]) for one in project_requirements(axes)]
         users = [
-            entry
-            for entry in axes.packages
-            if any(distribution == canonicalize_name(Requirement(one).name) for one in entry.requires)
+            entry.model_copy(update={"requires": [wanted]})
+            for entry in (*axes.packages, *project)
+            if distribution in [str(canonicalize_name(Requirement(one).name)) for one in entry.requires]
         ]
-        if distribution in everywhere:
-            users.append(Packages(requires=[distribution]))
         if not users:
             note(f"{distribution} {versions[-1]}: no cell of {axes.path.name} requires it")
-        packages += [
-            Packages(requires=[f"{distribution}=={versions[-1]}"], part=entry.part, when=entry.when) for entry in users
-        ]
-        touches += [entry.holds for entry in users]
+        exactly += users
     fields = {name: getattr(axes, name) for name in Axes.model_fields}
-    extended = Axes.model_validate({**fields, "axes": tables, "packages": packages})
-    return extended, lambda cell: any(touch(cell) for touch in touches)
+    extended = Axes.model_validate({**fields, "axes": tables, "packages": [*axes.packages, *exactly]})
+    return extended, lambda cell: bool(fresh & cell.axes.items()) or any(entry.holds(cell) for entry in exactly)
 
 
 def suites(axes: Axes, cells: Sequence[Cell], new: Releases) -> dict[str, list[Cell]]:
@@ -188,12 +171,8 @@ def suites(axes: Axes, cells: Sequence[Cell], new: Releases) -> dict[str, list[C
     return {suite: [*last.values()] for suite, last in found.items()}
 
 
-def read_atlas(store: Store, index: Index, new: Releases) -> tuple[list[dict[str, Any]], str | None]:
-    """Scan the new releases, and the releases that the installed shims claim, and store the result as the atlas.
-
-    Returns:
-        The differences between the new releases and what the shims expect, and the error if the atlas couldn't be made.
-    """
+def read_atlas(store: Store, index: Index, new: Releases) -> Atlas:
+    """Scan the new releases, and the releases that the installed shims claim, and store the result as the atlas."""
     claimed: dict[str, list[str]] = {}
     for shim in discover()[0]:
         claimed.setdefault(shim.distribution, []).append(shim.versions)
@@ -217,7 +196,7 @@ def read_atlas(store: Store, index: Index, new: Releases) -> tuple[list[dict[str
 
 def states(store: Store, suite: str) -> dict[Cell, State]:
     """The newest state of each cell that has ended in a suite."""
-    found = dict(store.current())
+    found = store.current()
     if suite != "default":  # its runs are partial, and so never a cell's newest
         own_runs = {cell: (past for past in store.history(cell) if past.run.suite == suite) for cell in found}
         found = {cell: past for cell, some in own_runs.items() if (past := next(some, None))}
@@ -230,38 +209,24 @@ def _run(
     cells: list[Cell],
     suite: str,
     store: Store,
-    new: Releases,
-    touches: Touches,
     console: Console,
+    new: Releases,
+    excluded: Mapping[Cell, str],
 ) -> str:
     # Not the command as typed: addresses may contain secrets, and this is public.
     words = ["watch", *(["--only", options.only] if options.only else [])]
     words += ["--suite", suite] if suite != "default" else []
-    arguments = options.pytest if suite == options.suite else []
-    changed = {"latest": True, "suite": suite, "pytest": arguments, "no_fork": False, "words": words}
-    options = argparse.Namespace(**{**vars(options), **changed})
+    more = {"latest": True, "suite": suite, "pytest": [], "no_fork": False, "words": words}
+    options = argparse.Namespace(**{**vars(options), **more})
     jobs = jobs_of(options, axes, cells, {})
-    run = new_run(
-        options,
-        store,
-        axes,
-        cells,
-        excluded={cell: why for cell, why in axes.excluded(options.only).items() if touches(cell)},
-        axes=f"# With {_named(new)}.\n{axes.path.read_text(encoding='utf-8')}",
-        label=f"watch {_named(new)}",
-    )
+    text = f"# With {_named(new)}.\n{axes.path.read_text(encoding='utf-8')}"
+    run = new_run(options, store, axes, cells, excluded=excluded, axes=text, label=f"watch {_named(new)}")
     execute(run, jobs, store, executor_of(options, ray=False), console)
     return run
 
 
 def report(
-    store: Store,
-    suite: str,
-    run: str | None,
-    before: Mapping[Cell, State],
-    new: Releases,
-    disagreements: list[dict[str, Any]],
-    no_atlas: str | None,
+    store: Store, suite: str, run: str | None, before: Mapping[Cell, State], new: Releases, atlas: Atlas
 ) -> dict[str, Any]:
     """The report on new releases, as it is stored for the feed and sent to the webhook.
 
@@ -269,26 +234,29 @@ def report(
         run: the run of the cells in this suite; None if no cell is affected.
         before: the states of cells before it. A cell that had failed, or that has failed with the release before, didn't break.
     """
-    summaries = store.summary(run) if run else {}
-    failed = []
+    disagreements, no_atlas = atlas
+    summaries = {cell: one for cell, one in store.summary(run).items() if one.state != "excluded"} if run else {}
+    failed: list[dict[str, Any]] = []
     for cell, summary in summaries.items():
         if summary.state == "failed":
             older = cell if cell in before else _older(cell, new, before)
             broke = older is None or before[older] != "failed"
-            name = older.name if older else None
             why = one_line(summary.reason, 500)
-            failed.append({"cell": cell.name, "kind": summary.kind, "reason": why, "before": name, "broke": broke})
+            one = {
+                "cell": cell.name,
+                "kind": summary.kind,
+                "reason": why,
+                "before": older and older.name,
+                "broke": broke,
+            }
+            failed.append(one)
     passed = sum(summary.state == "passed" for summary in summaries.values())
-    count = len([summary for summary in summaries.values() if summary.state != "excluded"])
-    broken = [one for one in failed if one["broke"]]
-    wrong = [one for one in disagreements if one["certain"]]
-    if not count:
-        said = "no cell is affected"
-    elif broken:
-        said = f"{len(broken)} of {plural(count, 'cell')} broke"
-    else:
-        said = f"no cell broke, {passed} of {count} passed"
-    said += f", {plural(len(wrong), 'seam')} unlike what shims expect" if wrong else ""
+    broken = sum(one["broke"] for one in failed)
+    wrong = sum(one["certain"] for one in disagreements)
+    cells = plural(len(summaries), "cell")
+    said = f"{broken} of {cells} broke" if broken else f"no cell broke, {passed} of {len(summaries)} passed"
+    said = said if summaries else "no cell is affected"
+    said += f", {plural(wrong, 'seam')} unlike what shims expect" if wrong else ""
     title = f"{_named(new)}{f' ({suite})' if suite != 'default' else ''}: {said}"
     lines = [f"{title}.", *([f"The atlas couldn't be created: {no_atlas}"] if no_atlas else [])]
     for one in disagreements:
@@ -305,7 +273,7 @@ def report(
         "releases": {distribution: [*map(str, versions)] for distribution, versions in new.items()},
         "suite": suite,
         "run": run,
-        "cells": count,
+        "cells": len(summaries),
         "passed": passed,
         "failed": failed,
         "disagreements": disagreements,
