@@ -42,12 +42,7 @@ OWN = Path(__file__).parent.parent / "axes.toml"
 
 def _accepted_by(check: Callable[[str], object]) -> AfterValidator:
     """A text that a function accepts."""
-
-    def same(text: str) -> str:
-        check(text)
-        return text
-
-    return AfterValidator(same)
+    return AfterValidator(lambda text: (check(text), text)[1])
 
 
 def _check_day(text: str) -> None:
@@ -70,8 +65,7 @@ def _day_or_condition(text: str, info: ValidationInfo) -> str:
 
 
 def _distinct(values: list[str]) -> list[str]:
-    twice = sorted({value for value in values if values.count(value) > 1})
-    if twice:
+    if twice := sorted({value for value in values if values.count(value) > 1}):
         raise ValueError(f"{', '.join(twice)} is listed twice")
     return values
 
@@ -81,9 +75,8 @@ def _supported(listed: dict[str, str]) -> BeforeValidator:
     return BeforeValidator(lambda value: releases.minors(listed) if value == "supported" else value)
 
 
-#: The axes that determine the packages of the base. The others do so for the layer, except the device, which does for none.
-_BASE = ("python", "torch", "flash_attention")
-_NOT_OF_LAYER = ("torch", "flash_attention", "device")
+#: The axes that determine the packages of the base, and those that don't determine the ones of the layer.
+_BASE, _NOT_OF_LAYER = {"python", "torch", "flash_attention"}, {"torch", "flash_attention", "device"}
 
 #: Words of expressions, and the names of other fields and filters where results are written or queried by axis.
 _RESERVED = {
@@ -183,9 +176,9 @@ class Packages(_Conditional):
         """The condition may only use the part's axes, as all cells with the same values of these share the part."""
         axes = self.when.axes if self.when else set()
         if self.part == "base":
-            others, may = axes - {*_BASE}, "torch and flash_attention"
+            others, may = axes - _BASE, "torch and flash_attention"
         else:
-            others, may = axes & {*_NOT_OF_LAYER}, "transformers and the project's own axes"
+            others, may = axes & _NOT_OF_LAYER, "transformers and the project's own axes"
         if others:
             said = f"the {self.part} of a cell depends on python, {may} only"
             raise ValueError(f"{said}, not on {', '.join(sorted(others))}")
@@ -314,11 +307,7 @@ class Axes(_Table):
         return Expression(only, self.own) if only is not None else lambda cell: True
 
     def tests_of(self, cell: Cell, suite: str = "default") -> Tests | None:
-        """The tests of a cell in a suite: the first entry that matches; None if none does.
-
-        Raises:
-            MatrixError: there is no such suite.
-        """
+        """The first tests of a suite that match a cell, or None; raises `MatrixError` if there is no such suite."""
         suites = sorted({tests.suite for tests in self.tests})
         if suite not in suites:
             raise MatrixError(f"{self.path.name} has the suites {', '.join(suites)}, not {suite!r}")
@@ -352,11 +341,7 @@ def cover(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def load(path: Path) -> Axes:
-    """Read an axes file.
-
-    Raises:
-        MatrixError: it can't be read or isn't a valid axes file; the message has the file and the line.
-    """
+    """Read an axes file; raises `MatrixError`, with the file and the line, if it can't be read or isn't valid."""
     try:
         text = path.read_text(encoding="utf-8")
         found = tomli.loads(text)

@@ -44,10 +44,7 @@ def executor_of(options: argparse.Namespace, ray: bool) -> runner.Local | RayExe
 
 
 def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], attempts: Mapping[Cell, int]) -> list[Job]:
-    """The jobs for cells, with the source that their packages are installed from.
-
-    Args:
-        attempts: the number of earlier attempts, by cell.
+    """The jobs for cells, with the source that their packages are installed from; `attempts` has the number of earlier ones.
 
     Raises:
         MatrixError: pins are missing or invalid, a cell has no tests, or the source doesn't fit the cells.

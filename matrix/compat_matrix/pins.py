@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -28,6 +29,8 @@ from .errors import MatrixError
 
 #: A day in the far future, before which every release exists.
 ANY_DAY = "9999-01-01"
+
+Kind = Literal["base", "layer"]
 
 
 class UvError(MatrixError):
@@ -66,20 +69,15 @@ def lock(
     """
     command = ["pip", "compile", "-", "--no-sources", "--format", "pylock.toml", *options]
     command += ["--python", sys.executable, "--no-python-downloads", "--python-version", python]
-    command += ["--python-platform", "x86_64-manylinux_2_28"]
     # Pre-releases are used if there is nothing else, or if a requirement names one.
-    command += ["--prerelease", "if-necessary-or-explicit"]
-    if before is not None:
-        command += ["--exclude-newer", f"{before}T00:00:00Z"]
+    command += ["--python-platform", "x86_64-manylinux_2_28", "--prerelease", "if-necessary-or-explicit"]
+    command += ["--exclude-newer", f"{before}T00:00:00Z"] if before is not None else []
     with TemporaryDirectory() as scratch:
         path = Path(scratch, "constraints")
         path.write_text("\n".join(constraints), encoding="utf-8")
         found = uv(*command, "--constraints", str(path), text="\n".join(requirements), folder=folder)
     packages: list[dict[str, Any]] = tomli.loads(found).get("packages", [])
     return packages
-
-
-Kind = Literal["base", "layer"]
 
 
 @dataclass(frozen=True)
@@ -185,18 +183,15 @@ def resolve_parts(axes: Axes, cells: Sequence[Cell], *, latest: bool = False) ->
     pythons = {cell.python for cell in cells}
     plain = resolved("base", {cell.base: (cell, {}) for cell in map(_plain, axes.cells) if cell.python in pythons})
     found = {cell.base: plain[_plain(cell).base] for cell in cells}
-    below = {name: part.versions for name, part in found.items() if isinstance(part, Part)}
-    found |= resolved(
-        "base", {cell.base: (cell, below[cell.base]) for cell in cells if cell.base in below.keys() - plain}
-    )
-    layers = {}
-    brought = {}
+    below = {name: part.versions for name, part in found.items() if isinstance(part, Part) and name not in plain}
+    found |= resolved("base", {cell.base: (cell, below[cell.base]) for cell in cells if cell.base in below})
+    layers, brought = {}, {}
     for cell in {cell.layer: cell for cell in cells}.values():
         bases = [part.versions for part in plain.values() if isinstance(part, Part) and part.python == cell.python]
         chosen = _chosen("layer", axes, cell)
         agreed = set.intersection(*({*base.items()} for base in bases)) if bases else set[tuple[str, str]]()
         layers[cell.layer] = cell, {name: version for name, version in agreed if name not in chosen}
-        brought[cell.layer] = {name for base in bases for name in base} - chosen.keys()
+        brought[cell.layer] = {*chain(*bases)} - chosen.keys()
     for name, part in resolved("layer", layers).items():
         found[name] = part.without(brought[name]) if isinstance(part, Part) else part
     return found
@@ -229,11 +224,7 @@ def _chosen(part: Kind, axes: Axes, cell: Cell) -> dict[str, str]:
 
 
 def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Parts) -> dict[str, frozenset[str]]:
-    """For each base of these cells, by name: torch, and the names of the pins that only torch needs. Uses the package index.
-
-    Raises:
-        MatrixError: the index can't be reached, or the pins don't satisfy the axes any more.
-    """
+    """For each base of these cells, by name: torch, and the names of the pins that only torch needs. Uses the package index."""
     own = project_requirements(axes)
     found: dict[str, frozenset[str]] = {}
     # The requirements of transformers other than torch stay. All releases have the same ones in this respect, and a base is
@@ -255,11 +246,7 @@ def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Parts) -> dict[str, fr
 
 
 def project_requirements(axes: Axes) -> list[Requirement]:
-    """The requirements in the tested project's pyproject.toml, followed by those of the extras that the axes name.
-
-    Raises:
-        MatrixError: there is no pyproject.toml, no such extra, or its dependencies are dynamic.
-    """
+    """The requirements in the tested project's pyproject.toml, followed by those of the extras that the axes name."""
     path = axes.folder / "pyproject.toml"
     try:
         project = tomli.loads(path.read_text(encoding="utf-8"))["project"]
@@ -319,11 +306,10 @@ def of_cells(axes: Axes, cells: Sequence[Cell], folder: Path, latest: bool = Fal
         here = {"python_version": cell.python, "python_full_version": f"{cell.python}.0"}
         for requirement in own:
             version = pinned.get(canonicalize_name(requirement.name), "")
-            if version and requirement.specifier.contains(version, prereleases=True):
-                continue
-            if requirement.marker is None or requirement.marker.evaluate(here):
-                raise MatrixError(
-                    f"the project requires {requirement}, and the pins of {cell} have {version or 'no release of it'}: "
-                    "`kernel-compat-matrix pin` resolves them again"
+            right = version and requirement.specifier.contains(version, prereleases=True)
+            if not right and (requirement.marker is None or requirement.marker.evaluate(here)):
+                said = (
+                    f"the project requires {requirement}, and the pins of {cell} have {version or 'no release of it'}"
                 )
+                raise MatrixError(f"{said}: `kernel-compat-matrix pin` resolves them again")
     return dict(found)

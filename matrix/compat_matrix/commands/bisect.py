@@ -43,7 +43,6 @@ def run(options: argparse.Namespace) -> int:
         raise MatrixError("either --test or --seam is needed")
     axes, axis, what = axes_of(options), options.axis, options.test or options.seam
     cells = line(cells_of(options, axes), axis, options.good, options.bad)
-    count = 0
 
     def job_of(job: Job) -> Job:
         command = ["pytest", options.test] if options.test else ["python", "-c", _REPORT]
@@ -56,8 +55,6 @@ def run(options: argparse.Namespace) -> int:
         run = new_run(options, store, axes, [], label=f"bisect {what}", partial=True)
 
         def ask(value: str) -> Answer:
-            nonlocal count
-            count += 1
             executor = runner.Local(1, gpus.visible(), fork=False)
             with Progress(1, 1, Console(stderr=True)) as progress:
                 runner.execute(run, [jobs[value]], store, executor, progress)
@@ -67,19 +64,15 @@ def run(options: argparse.Namespace) -> int:
             return answer
 
         good, *between, bad = search([*cells], ask)
+        count = plural(len(store.summary(run)), "cell")
     names = " or ".join(filter(None, [", ".join(between[:-1]), *between[-1:]]))
     broke = f", or {names}, whose state is unknown, broke" if between else " is the first that broke"
-    print(f"{axis} {bad}{broke} {what}; {good} is good")
-    print(f"{plural(count, 'cell')} run")
+    print(f"{axis} {bad}{broke} {what}; {good} is good\n{count} run")
     return 0
 
 
 def line(cells: Sequence[Cell], axis: str, good: str | None, bad: str | None) -> dict[str, Cell]:
-    """The cells from the good value of an axis to the bad one, by value, oldest first.
-
-    Raises:
-        MatrixError: they differ on other axes too, or a value doesn't exist, or the good one isn't older.
-    """
+    """The cells from the good value of an axis to the bad one, by value, oldest first. On other axes they must be the same."""
     releases = [name for name, values in values_of(cells).items() if values and all(map(is_release, values))]
     if axis not in releases:
         raise MatrixError(f"--axis is one of {', '.join(releases)}, not {axis!r}")
@@ -87,8 +80,7 @@ def line(cells: Sequence[Cell], axis: str, good: str | None, bad: str | None) ->
     for other in values_of(cells):
         values = list(dict.fromkeys(cell.axes.get(other, "none") for cell in cells if axis in cell.axes))
         if other != axis and len(values) > 1:
-            said = f"{', '.join(values[:8])}{' ...' if len(values) > 8 else ''}"
-            raise MatrixError(f"several values of {other} are selected; choose one with --only: {said}")
+            raise MatrixError(f"several values of {other} are selected; choose one with --only: {', '.join(values)}")
     every = sorted(found, key=release)
     first, last = good or every[0], bad or every[-1]
     for value in (first, last):
@@ -101,13 +93,7 @@ def line(cells: Sequence[Cell], axis: str, good: str | None, bad: str | None) ->
 
 
 def search(values: Sequence[str], ask: Callable[[str], Answer]) -> list[str]:
-    """Find where good becomes bad, with as few calls of `ask` as possible.
-
-    Args:
-        values: in order; the first must be good and the last bad, which is checked first.
-
-    Returns:
-        The last good value, the ones behind it whose state is unknown, and the first bad value.
+    """The last good value, the ones behind it whose state is unknown, and the first bad one, with as few calls as possible.
 
     Raises:
         MatrixError: the first value isn't good or the last isn't bad.

@@ -42,11 +42,7 @@ def emit(options: argparse.Namespace) -> int:
 
 
 def jobs(cells: Sequence[Cell]) -> list[dict[str, str | int]]:
-    """The jobs of a matrix, at most as many as GitHub allows: a cell each, or all cells that share an environment.
-
-    Raises:
-        MatrixError: there are more environments than that.
-    """
+    """The jobs of a matrix, at most as many as GitHub allows: a cell each, or all cells that share an environment."""
     for name in (str, lambda cell: "-".join(filter(None, [cell.base, cell.own])), lambda cell: cell.base):
         groups: dict[str, list[Cell]] = {}
         for cell in cells:

@@ -11,11 +11,7 @@ from .. import matrix_client
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns the exit code: 1 if the environment is known to be bad, else 0.
-
-    Raises:
-        ServiceError: the service gives no usable answer.
-    """
+    """Returns the exit code: 1 if the environment is known to be bad, else 0."""
     report = matrix_client.ask(options.service)
     if options.json:
         print(json.dumps(tables.plain({"ok": report.ok, **tables.fields_of(report)}), indent=2, allow_nan=False))

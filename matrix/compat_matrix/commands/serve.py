@@ -13,6 +13,7 @@ import socket
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from ..axes import OWN
 from ..errors import MatrixError
@@ -51,15 +52,9 @@ def run(options: argparse.Namespace) -> int:
     axes = axes_of(options) if there else None
     with Store.open(options.store) as store, _listening(options.host, options.port) as listening, ExitStack() as stack:
         app = create_app(store, axes, Settings(read=options.read, runs=not options.no_run), options)
-        config = uvicorn.Config(
-            app,
-            http="h11",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            root_path=options.root_path.rstrip("/"),
-            timeout_graceful_shutdown=_GRACE,
-        )
+        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+        root = options.root_path.rstrip("/")
+        config = uvicorn.Config(app, http="h11", root_path=root, timeout_graceful_shutdown=_GRACE, **quiet)
         sys.setswitchinterval(_SWITCH)
         # uvicorn raises the signal that ended it again.
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -52,11 +53,7 @@ def run(options: argparse.Namespace) -> int:
     """Look for new releases; returns the exit code."""
     axes = axes_of(options)
     only = Expression(options.only, axes.own) if options.only is not None else None
-    console = Console(highlight=False)
-
-    def note(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
-
+    note = partial(Console(highlight=False).print, markup=False, soft_wrap=True)
     with Store.open(options.store) as store:
         index = Index()
         there = on_index(index, [*DISTRIBUTIONS, *axes.distributions.values()], note)
@@ -76,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         reports = []
         for suite, some in plan.items():
             before = states(store, suite)
-            made = _run(options, extended, some, suite, store, console, new, refused) if some else None
+            made = _run(options, extended, some, suite, store, _named(new), refused) if some else None
             reports.append(report(store, suite, made, before, new, atlas))
             atlas = [], None  # reported once
         for one in reports:
@@ -91,11 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def on_index(index: Index, distributions: Iterable[str], note: Callable[[str], None]) -> dict[str, list[Version]]:
-    """The releases from which an installer would choose; pre-releases only if a distribution has nothing else.
-
-    Raises:
-        MatrixError: no index can be reached, or none has any of the distributions.
-    """
+    """The releases from which an installer would choose; pre-releases only if a distribution has nothing else."""
     found, problems = {}, []
     for distribution in dict.fromkeys(distributions):
         try:
@@ -209,9 +202,8 @@ def _run(
     cells: list[Cell],
     suite: str,
     store: Store,
-    console: Console,
-    new: Releases,
-    excluded: Mapping[Cell, str],
+    new: str,
+    refused: Mapping[Cell, str],
 ) -> str:
     # Not the command as typed: addresses may contain secrets, and this is public.
     words = ["watch", *(["--only", options.only] if options.only else [])]
@@ -219,9 +211,9 @@ def _run(
     more = {"latest": True, "suite": suite, "pytest": [], "no_fork": False, "words": words}
     options = argparse.Namespace(**{**vars(options), **more})
     jobs = jobs_of(options, axes, cells, {})
-    text = f"# With {_named(new)}.\n{axes.path.read_text(encoding='utf-8')}"
-    run = new_run(options, store, axes, cells, excluded=excluded, axes=text, label=f"watch {_named(new)}")
-    execute(run, jobs, store, executor_of(options, ray=False), console)
+    text = f"# With {new}.\n{axes.path.read_text(encoding='utf-8')}"
+    run = new_run(options, store, axes, cells, excluded=refused, axes=text, label=f"watch {new}")
+    execute(run, jobs, store, executor_of(options, ray=False), Console())
     return run
 
 
@@ -230,9 +222,7 @@ def report(
 ) -> dict[str, Any]:
     """The report on new releases, as it is stored for the feed and sent to the webhook.
 
-    Args:
-        run: the run of the cells in this suite; None if no cell is affected.
-        before: the states of cells before it. A cell that had failed, or that has failed with the release before, didn't break.
+    A cell that had failed before the run, or that has failed with the release before, didn't break.
     """
     disagreements, no_atlas = atlas
     summaries = {cell: one for cell, one in store.summary(run).items() if one.state != "excluded"} if run else {}
@@ -258,7 +248,7 @@ def report(
     said = said if summaries else "no cell is affected"
     said += f", {plural(wrong, 'seam')} unlike what shims expect" if wrong else ""
     title = f"{_named(new)}{f' ({suite})' if suite != 'default' else ''}: {said}"
-    lines = [f"{title}.", *([f"The atlas couldn't be created: {no_atlas}"] if no_atlas else [])]
+    lines = [f"{title}."] + ([f"The atlas couldn't be created: {no_atlas}"] if no_atlas else [])
     for one in disagreements:
         sure = "" if one["certain"] else " (uncertain from the source)"
         found = f"expected {one['expected']}, found {one['found']}{sure}"
