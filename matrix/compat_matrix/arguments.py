@@ -70,7 +70,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--excluded": flag("list the excluded cells, with the reasons"),
     "--all": flag("run every cell: without a selection this is needed"),
     # Where their packages come from.
-    "--pins:folder": option("the folder of the pins (default: pins, beside the axes file)", "DIR", type=Path),
     "--latest": flag("the newest releases that fit, instead of the pins"),
     "--offline": option("install from a folder written by `fetch`, without network", "DIR", type=Path),
     "--base-python": option("use the torch of this Python", "PATH", type=Path),
@@ -106,7 +105,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--run:some": option("only results of this run (repeatable)", "RUN", dest="runs", action="append"),
     "--figure": option("show a figure that tests recorded, instead of the states", "NAME"),
     "--full": flag("show whole messages, every package, and the log"),
-    "--pins:shown": flag("show the requirement files that it was installed from"),
+    "--pins": flag("show the requirement files that it was installed from"),
     "--json": flag("print JSON"),
     "folder": option("the folder to write, or to complete", "DIR", type=Path),
     "path": option("the file to write", "PATH", type=Path),
@@ -135,7 +134,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 SELECTION = "cells --axes --only --pairwise --shard"
-ENVIRONMENTS = "--pins:folder --offline --base-python --cache"
+ENVIRONMENTS = "--offline --base-python --cache"
 EXECUTOR = "-j/--jobs --no-fork"
 A_RUN = f"{SELECTION} --store --suite --pytest --latest {ENVIRONMENTS}"
 
@@ -157,13 +156,11 @@ class Command(NamedTuple):
 COMMANDS = {
     "check": Command("commands.check:run", "ask a service for its verdict on this environment", "service --json"),
     "list": Command("commands.cells:list_cells", "list the cells", f"{SELECTION} --excluded --json"),
-    "pin": Command(
-        "commands.packages:pin", "resolve the cells and write their pins", f"{SELECTION} --pins:folder --latest"
-    ),
+    "pin": Command("commands.packages:pin", "resolve the cells and write their pins", f"{SELECTION} --latest"),
     "fetch": Command(
         "commands.packages:fetch",
         "write a folder from which `run --offline` installs without a network",
-        f"{SELECTION} folder --pins:folder --latest --without-torch --with-runner --parts",
+        f"{SELECTION} folder --latest --without-torch --with-runner --parts",
     ),
     "run": Command(
         "commands.run:run",
@@ -175,7 +172,7 @@ COMMANDS = {
     "explain": Command(
         "views.explain:run",
         "show everything that is stored about one cell",
-        "cell --run:one --full --pins:shown --store",
+        "cell --run:one --full --pins --store",
     ),
     "diff": Command("views.diff:run", "show which cells broke or recovered between two runs", "old new --json --store"),
     "report": Command("pages.report:run", "write a static site", "folder --axes --run:some --store"),

@@ -59,11 +59,6 @@ def _condition(given: Any, info: ValidationInfo) -> Expression:
     return given
 
 
-def _day_or_condition(text: str, info: ValidationInfo) -> str:
-    _check_day(text) if text[:1].isdecimal() else _condition(text, info)
-    return text
-
-
 def _distinct(values: list[str]) -> list[str]:
     if twice := sorted({value for value in values if values.count(value) > 1}):
         raise ValueError(f"{', '.join(twice)} is listed twice")
@@ -108,6 +103,7 @@ Condition = Annotated[Expression, PlainValidator(_condition)]
 T = TypeVar("T", bound=str)
 Distinct = Annotated[list[T], Field(min_length=1), AfterValidator(_distinct)]
 Text = Annotated[str, Field(min_length=1)]
+Day = Annotated[str, _accepted_by(_check_day)]
 Releases = Distinct[Annotated[str, _accepted_by(release)]]
 OwnAxis = Annotated[str, _accepted_by(_check_axis)]
 OwnValues = Annotated[Distinct[str], AfterValidator(_alike)]
@@ -213,21 +209,12 @@ class Known(_Conditional):
 
     test: Text
     issue: Annotated[str, Field(pattern=r"^https?://[!-~]+$", max_length=500)]
-    until: Annotated[str, AfterValidator(_day_or_condition)]
+    until: Day
     because: Text
 
     def matches(self, nodeid: str) -> bool:
         """Whether `test` matches a node id."""
         return re.fullmatch(".*".join(map(re.escape, self.test.split("*"))), nodeid, re.DOTALL) is not None
-
-    @property
-    def last_day(self) -> date | None:
-        """The last day; None if a release ends it."""
-        return date.fromisoformat(self.until) if self.until[0].isdecimal() else None
-
-    def ended(self, cell: Cell, today: date) -> bool:
-        """Whether a failure isn't accepted any more: the last day is over, or the cell has the release that ends it."""
-        return Expression(self.until)(cell) if self.last_day is None else self.last_day < today
 
 
 class Axes(_Table):
@@ -244,7 +231,7 @@ class Axes(_Table):
     packages: list[Packages] = []
     known: list[Known] = []
     project: Project = Project()
-    exclude_newer: Annotated[str, _accepted_by(_check_day)] | None = None
+    exclude_newer: Day | None = None
     path: Path = Field(default=OWN, exclude=True)
 
     @cached_property
@@ -321,6 +308,11 @@ class Axes(_Table):
     def folder(self) -> Path:
         """The tested project's folder."""
         return (self.path.parent / self.project.path).resolve()
+
+    @property
+    def pins(self) -> Path:
+        """The folder of the pins, beside the axes file."""
+        return self.path.parent / "pins"
 
 
 def cover(cells: Sequence[Cell]) -> list[Cell]:

@@ -20,7 +20,6 @@ from .base_python import BasePython
 from .cells import Cell
 from .environments import Environments, default_root
 from .errors import MatrixError
-from .options import pin_folder
 from .progress import Progress
 from .store import Store
 from .wheelhouse import Wheelhouse
@@ -53,14 +52,13 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         raise MatrixError(f"{axes.folder} has no pyproject.toml: no project to test")
     wheelhouse = Wheelhouse.open(options.offline) if options.offline is not None else None
     below = BasePython.inspect(options.base_python) if options.base_python is not None else None
-    folder = pin_folder(options, axes)
     if wheelhouse is not None:
-        if options.latest or options.pins:
-            raise MatrixError("--offline uses the pins that were fetched: --latest and --pins are options of `fetch`")
+        if options.latest:
+            raise MatrixError("--offline uses the pins that were fetched: --latest is an option of `fetch`")
         wheelhouse.check(cells, axes.folder)
-        folder = wheelhouse.folder / "pins"
     if below is not None:
         below.check(cells)
+    folder = wheelhouse.folder / "pins" if wheelhouse else axes.pins
     parts = pins.of_cells(axes, cells, folder, options.latest)
     if below is not None:
         needless = wheelhouse.torch_alone if wheelhouse else pins.torch_alone(axes, cells, parts)
@@ -101,14 +99,18 @@ def new_run(options: argparse.Namespace, store: Store, axes: Axes, cells: Sequen
 
 
 def execute(
-    run: str, jobs: Sequence[Job], store: Store, executor: runner.Local | RayExecutor, console: Console
+    run: str, jobs: Sequence[Job], store: Store, executor: runner.Local | RayExecutor, export: Path | None = None
 ) -> set[str]:
-    """Run the jobs of a run, and show the progress; returns the verdicts."""
-    console.print(f"run {run}: {plural(len(jobs), 'cell')}, {executor.jobs} at a time", highlight=False)
-    with Progress(len(jobs), executor.jobs, console) as progress:
-        counts = runner.execute(run, jobs, store, executor, progress)
-    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    console.print(f"run {run}: {summary}", highlight=False)
+    """Run the jobs of a run, and show the progress; returns the verdicts. In the end `export` gets a copy of the run."""
+    console = Console(highlight=False)
+    console.print(f"run {run}: {plural(len(jobs), 'cell')}, {executor.jobs} at a time")
+    try:
+        with Progress(len(jobs), executor.jobs, console) as progress:
+            counts = runner.execute(run, jobs, store, executor, progress)
+    finally:  # also what an interrupted run has
+        if export is not None:
+            store.export([run], export)
+    console.print(f"run {run}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
     return {*counts}
 
 

@@ -1,4 +1,4 @@
-"""What options select: the axes file, its cells, the folder of the pins."""
+"""What options select: the axes file and its cells."""
 
 from __future__ import annotations
 
@@ -28,8 +28,3 @@ def cells_of(options: argparse.Namespace, axes: Axes) -> list[Cell]:
     if options.shard is not None and not (cells := shard(cells, options.shard)):
         raise MatrixError(f"the part {options.shard} has no cells")
     return cells
-
-
-def pin_folder(options: argparse.Namespace, axes: Axes) -> Path:
-    """The folder in ``--pins``, or ``pins`` beside the axes file."""
-    return options.pins or axes.path.parent / "pins"

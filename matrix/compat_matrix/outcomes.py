@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from .axes import Known
-from .cells import Cell
 from .results import Figure, Kind, Outcome, Recorded, Test, Verdict
 from .words import plural
 
@@ -148,7 +147,7 @@ def _failed(test: Test, problems: Iterable[str]) -> Test:
     return replace(test, outcome=outcome, message="\n".join([*problems, *filter(None, [test.message])]))
 
 
-def tied(tests: Sequence[Test], known: Iterable[Known], cell: Cell, today: date) -> tuple[list[Test], list[str]]:
+def tied(tests: Sequence[Test], known: Iterable[Known], today: date) -> tuple[list[Test], list[str]]:
     """Tie the failures of a cell to the issues that they are known for.
 
     Returns:
@@ -159,15 +158,12 @@ def tied(tests: Sequence[Test], known: Iterable[Known], cell: Cell, today: date)
     for entry in known:
         matching = [n for n, test in enumerate(found) if entry.matches(test.nodeid)]
         bad = [n for n in matching if found[n].bad and found[n].message != UNENDED]
-        ended = entry.ended(cell, today)
-        if bad and ended:
+        if bad and entry.until < today.isoformat():
             stale.append(f"{found[bad[0]].nodeid} was known to fail until {entry.until}: {entry.issue}")
         elif bad:
             for n in bad:
                 message = f"{entry.issue}: {entry.because}\n{found[n].message}"
                 found[n] = replace(found[n], outcome="known", message=message)
-        elif ended and not entry.last_day:
-            continue  # repaired in the release that was named
         elif {"passed", "xpassed"} & (outcomes := {found[n].outcome for n in matching}) and "known" not in outcomes:
             stale.append(f"{entry.test} passes: it needs no entry as a known failure any more, for {entry.issue}")
     return found, stale

@@ -145,7 +145,7 @@ def _run(job: Job, leased: Sequence[str], cancelled: threading.Event, hosts: Hos
             return result("failed", "installation", f"{job.tests.command[0]} can't be started: {error.strerror}")
         returncode = _supervise(process, deadline, cancelled)
         tests, uncollected = read_report_log(folder / _REPORT)
-        tests, stale = tied(tests, job.known, job.cell, started.date())
+        tests, stale = tied(tests, job.known, started.date())
         if job.retry and returncode == 1 and (folder / _LAST_FAILED).exists() and any(test.bad for test in tests):
             process = _start(job, python, layer, folder, leased, hosts, again=True)
             _supervise(process, deadline, cancelled)

@@ -201,9 +201,12 @@ def test_what_the_newest_releases_can_not_do_fails_and_is_stored(project: Small)
 
 
 def test_a_folder_that_can_not_be_written_is_told(project: Small) -> None:
-    done = project.run("pin", "--only", "transformers==5.0", "--pins", "matrix/axes.toml")
+    pins = project.folder / "matrix" / "pins"
+    pins.rename(project.folder / "elsewhere")
+    pins.write_text("")
+    done = project.run("pin", "--only", "transformers==5.0")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "matrix/axes.toml/py3" in done.stderr
+    assert "matrix/pins/py3" in done.stderr
     assert "can't be written" in done.stderr
 
 

@@ -7,7 +7,7 @@ import sys
 
 from .. import pins, wheelhouse
 from ..errors import MatrixError
-from ..options import axes_of, cells_of, pin_folder
+from ..options import axes_of, cells_of
 from ..unpack import split
 from ..words import plural
 
@@ -15,13 +15,14 @@ from ..words import plural
 def pin(options: argparse.Namespace) -> int:
     """Write the pins; returns 1 if a part couldn't be resolved."""
     axes = axes_of(options)
-    folder = pin_folder(options, axes)
     found = pins.resolve_parts(axes, cells_of(options, axes), latest=options.latest)
     failed = {name: part for name, part in sorted(found.items()) if isinstance(part, pins.UvError)}
-    changed = [name for name, part in sorted(found.items()) if isinstance(part, pins.Part) and pins.write(part, folder)]
+    changed = [
+        name for name, part in sorted(found.items()) if isinstance(part, pins.Part) and pins.write(part, axes.pins)
+    ]
     for name, error in failed.items():
         print(f"{name}: {error}", file=sys.stderr)
-    pinned = f"{plural(len(found) - len(failed), 'part')} pinned in {folder}, {len(changed)} of them changed"
+    pinned = f"{plural(len(found) - len(failed), 'part')} pinned in {axes.pins}, {len(changed)} of them changed"
     print("\n  ".join([pinned, *changed]))
     return 1 if failed else 0
 
@@ -33,7 +34,7 @@ def fetch(options: argparse.Namespace) -> int:
         axes,
         cells_of(options, axes),
         options.folder,
-        pin_folder=pin_folder(options, axes),
+        pin_folder=axes.pins,
         latest=options.latest,
         without_torch=options.without_torch,
         runner=options.with_runner,

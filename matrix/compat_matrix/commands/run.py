@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from .. import runner
 from ..axes import Axes
@@ -16,10 +12,6 @@ from ..jobs import execute, executor_of, jobs_of, new_run
 from ..options import axes_of, cells_of
 from ..results import FINE
 from ..store import Store, submissions
-from ..work import Job
-
-if TYPE_CHECKING:
-    from ..ray_executor import RayExecutor
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     excluded = {} if options.cells else axes.excluded(options.only)
     with Store.open(options.store) as store:
         run = new_run(options, store, axes, cells, label=options.label, excluded=excluded)
-        return int(not _execute(options, run, jobs, store, executor) <= {*FINE})
+        return int(not execute(run, jobs, store, executor, options.export) <= {*FINE})
 
 
 def _resume(options: argparse.Namespace, axes: Axes) -> int:
@@ -65,18 +57,8 @@ def _resume(options: argparse.Namespace, axes: Axes) -> int:
             jobs = jobs_of(options, axes, cells, attempts)
             executor = executor_of(options, options.executor == "ray")
             store.finish(run, "running")
-            _execute(options, run, jobs, store, executor)
+            execute(run, jobs, store, executor, options.export)
         else:
             print(f"no cell is left to run in {run}")
         # Also the cells that an interrupted earlier command ran.
         return int(not {one.state for one in store.summary(run).values()} <= {*FINE, "excluded"})
-
-
-def _execute(
-    options: argparse.Namespace, run: str, jobs: Sequence[Job], store: Store, executor: runner.Local | RayExecutor
-) -> set[str]:
-    try:
-        return execute(run, jobs, store, executor, Console())
-    finally:  # also what an interrupted run has
-        if options.export is not None:
-            store.export([run], options.export)

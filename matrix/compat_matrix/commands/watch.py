@@ -213,7 +213,7 @@ def _run(
     jobs = jobs_of(options, axes, cells, {})
     text = f"# With {new}.\n{axes.path.read_text(encoding='utf-8')}"
     run = new_run(options, store, axes, cells, excluded=refused, axes=text, label=f"watch {new}")
-    execute(run, jobs, store, executor_of(options, ray=False), Console())
+    execute(run, jobs, store, executor_of(options, ray=False))
     return run
 
 
