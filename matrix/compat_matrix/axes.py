@@ -32,10 +32,12 @@ from pydantic import (
 
 from kernel_compat import releases
 
-from .cells import AXES, LONGEST, WORD, Cell, values_of
+from .cells import AXES, LONGEST, WORD, Cell, shard, values_of
 from .errors import MatrixError
 from .expressions import Expression, is_release, release
 
+#: Where a project has its file.
+PLACES = (Path("matrix", "axes.toml"), Path("axes.toml"))
 #: This project's file, the default.
 OWN = Path(__file__).parent.parent / "axes.toml"
 
@@ -265,8 +267,10 @@ class Axes(_Table):
         """The combinations that aren't excluded."""
         return [cell for cell, because in self.all_cells.items() if not because]
 
-    def select(self, only: str | None = None, names: Sequence[str] = (), pairwise: bool = False) -> list[Cell]:
-        """Select cells that aren't excluded, by a condition and by names; `pairwise` reduces them to a `cover`.
+    def select(
+        self, only: str | None = None, names: Sequence[str] = (), pairwise: bool = False, part: str | None = None
+    ) -> list[Cell]:
+        """Select cells that aren't excluded, by a condition and by names, all or a `cover`; of these a part such as ``3/8``.
 
         Raises:
             MatrixError: the condition or a name is invalid, a named cell is excluded, or no cell remains.
@@ -283,7 +287,10 @@ class Axes(_Table):
             whys = [f": {because}" for because in self.excluded(only).values()]
             what = "is left by its rules" if only is None else f"matches {only!r}"
             raise MatrixError(f"no cell of {self.path.name} {what}{''.join(whys[:1])}")
-        return cover(cells) if pairwise else cells
+        cells = cover(cells) if pairwise else cells
+        if part is not None and not (cells := shard(cells, part)):
+            raise MatrixError(f"the part {part} has no cells")
+        return cells
 
     def excluded(self, only: str | None = None) -> dict[Cell, str]:
         """The excluded cells of a selection, with the reasons."""
@@ -332,8 +339,14 @@ def cover(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for row, cell in rows.items() if row in chosen]
 
 
-def load(path: Path) -> Axes:
-    """Read an axes file; raises `MatrixError`, with the file and the line, if it can't be read or isn't valid."""
+def axes_in(folder: Path) -> Path | None:
+    """The axes file of a project in a folder; None if it has none."""
+    return next((path for place in PLACES if (path := folder / place).is_file()), None)
+
+
+def load(path: Path | None = None) -> Axes:
+    """Read an axes file, by default the one of this folder; raises `MatrixError`, with the line, if it isn't valid."""
+    path = path or axes_in(Path()) or (OWN if OWN.exists() else PLACES[0])
     try:
         text = path.read_text(encoding="utf-8")
         found = tomli.loads(text)

@@ -21,9 +21,8 @@ from tox.tox_env.package import Package
 from tox.tox_env.register import ToxEnvRegister
 from tox.tox_env.runner import RunToxEnv
 
-from .axes import Axes, load
+from .axes import Axes, axes_in, load
 from .errors import MatrixError
-from .options import axes_in
 
 
 class CellEnv(RunToxEnv):

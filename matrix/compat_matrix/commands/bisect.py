@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 from rich.console import Console
 
 from .. import gpus, runner
+from ..axes import load
 from ..cells import Cell, values_of
 from ..errors import MatrixError
 from ..expressions import is_release, release
 from ..jobs import jobs_of, new_run
-from ..options import axes_of, cells_of
 from ..outcomes import NO_TEST
 from ..progress import Progress
 from ..results import CellResult
@@ -41,8 +41,9 @@ def run(options: argparse.Namespace) -> int:
     """Search, and print the first bad release and the last good one; returns the exit code."""
     if bool(options.test) == bool(options.seam):
         raise MatrixError("either --test or --seam is needed")
-    axes, axis, what = axes_of(options), options.axis, options.test or options.seam
-    cells = line(cells_of(options, axes), axis, options.good, options.bad)
+    axes, axis, what = load(options.axes), options.axis, options.test or options.seam
+    selected = axes.select(options.only, options.cells, options.pairwise, options.shard)
+    cells = line(selected, axis, options.good, options.bad)
 
     def job_of(job: Job) -> Job:
         command = ["pytest", options.test] if options.test else ["python", "-c", _REPORT]

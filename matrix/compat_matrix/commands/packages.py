@@ -6,16 +6,17 @@ import argparse
 import sys
 
 from .. import pins, wheelhouse
+from ..axes import load
 from ..errors import MatrixError
-from ..options import axes_of, cells_of
 from ..unpack import split
 from ..words import plural
 
 
 def pin(options: argparse.Namespace) -> int:
     """Write the pins; returns 1 if a part couldn't be resolved."""
-    axes = axes_of(options)
-    found = pins.resolve_parts(axes, cells_of(options, axes), latest=options.latest)
+    axes = load(options.axes)
+    cells = axes.select(options.only, options.cells, options.pairwise, options.shard)
+    found = pins.resolve_parts(axes, cells, latest=options.latest)
     failed = {name: part for name, part in sorted(found.items()) if isinstance(part, pins.UvError)}
     changed = [
         name for name, part in sorted(found.items()) if isinstance(part, pins.Part) and pins.write(part, axes.pins)
@@ -29,10 +30,10 @@ def pin(options: argparse.Namespace) -> int:
 
 def fetch(options: argparse.Namespace) -> int:
     """Fill the folder and print its size; returns the exit code."""
-    axes = axes_of(options)
+    axes = load(options.axes)
     found = wheelhouse.fetch(
         axes,
-        cells_of(options, axes),
+        axes.select(options.only, options.cells, options.pairwise, options.shard),
         options.folder,
         pin_folder=axes.pins,
         latest=options.latest,

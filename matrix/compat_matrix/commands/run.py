@@ -6,10 +6,9 @@ import argparse
 import signal
 
 from .. import runner
-from ..axes import Axes
+from ..axes import Axes, load
 from ..errors import MatrixError
 from ..jobs import execute, executor_of, jobs_of, new_run
-from ..options import axes_of, cells_of
 from ..results import FINE
 from ..store import Store, submissions
 
@@ -20,7 +19,7 @@ def run(options: argparse.Namespace) -> int:
     SIGTERM, which schedulers send at a time limit, has the effect of Ctrl-C.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    axes = axes_of(options)
+    axes = load(options.axes)
     if options.export is not None and options.export.exists():
         raise MatrixError(f"--export {options.export}: it exists")
     if options.export is not None and not options.export.absolute().parent.is_dir():
@@ -38,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     if not selected and not options.all:
         every = f"--all selects every one that {axes.path.name} has ({len(axes.cells):,})"
         raise MatrixError(f"no cells are selected: {every}")
-    cells = cells_of(options, axes)
+    cells = axes.select(options.only, options.cells, options.pairwise, options.shard)
     jobs = jobs_of(options, axes, cells, {})
     executor = executor_of(options, options.executor == "ray")
     excluded = {} if options.cells else axes.excluded(options.only)

@@ -15,9 +15,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from ..axes import OWN
+from ..axes import OWN, PLACES, axes_in, load
 from ..errors import MatrixError
-from ..options import AXES, axes_in, axes_of
 from ..service import executing, tokens
 from ..store import Store
 
@@ -49,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     if options.execute is not None:
         return executing.execute_all(options, options.execute)
     there = options.axes or axes_in(Path()) or OWN.exists() or options.ray
-    axes = axes_of(options) if there else None
+    axes = load(options.axes) if there else None
     with Store.open(options.store) as store, _listening(options.host, options.port) as listening, ExitStack() as stack:
         app = create_app(store, axes, Settings(read=options.read, runs=not options.no_run), options)
         quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
@@ -63,7 +62,10 @@ def run(options: argparse.Namespace) -> int:
         host, port = listening.getsockname()[:2]
         print(f"http://{f'[{host}]' if ':' in host else host}:{port} serves {store.name}", flush=True)
         if axes is None:
-            print(f"there is no {AXES} here and no --axes: stored results are shown, and runs are refused", flush=True)
+            print(
+                f"there is no {PLACES[0]} here and no --axes: stored results are shown, and runs are refused",
+                flush=True,
+            )
         elif not options.no_run:
             if not tokens.every(store):
                 said = "there is no token for writing yet: `kernel-compat-matrix token add NAME --scope submit` creates one"

@@ -27,12 +27,11 @@ from ..atlas import command as atlas_command
 from ..atlas.index import Index, reason
 from ..atlas.releases import covered, installable
 from ..atlas.upstream import SEAMS
-from ..axes import Axes, Packages, cover
+from ..axes import Axes, Packages, cover, load
 from ..cells import Cell
 from ..errors import MatrixError
 from ..expressions import Expression, is_release, release
 from ..jobs import execute, executor_of, jobs_of, new_run
-from ..options import axes_of
 from ..pins import project_requirements
 from ..results import ENDED
 from ..store import State, Store
@@ -51,7 +50,7 @@ Atlas = tuple[list[dict[str, Any]], str | None]
 
 def run(options: argparse.Namespace) -> int:
     """Look for new releases; returns the exit code."""
-    axes = axes_of(options)
+    axes = load(options.axes)
     only = Expression(options.only, axes.own) if options.only is not None else None
     note = partial(Console(highlight=False).print, markup=False, soft_wrap=True)
     with Store.open(options.store) as store:

@@ -10,9 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..axes import load
+from ..axes import axes_in, load
 from ..errors import MatrixError
-from ..options import axes_in
 from ..store import Newest, Store
 from ..views import architectures, common
 from ..views.verdicts import ORDER, Tested, in_order

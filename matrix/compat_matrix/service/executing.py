@@ -28,11 +28,11 @@ from rich.console import Console
 from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, select, update
 
 from .. import runner
+from ..axes import load
 from ..cells import parse
 from ..errors import MatrixError
 from ..fingerprint import of_axes
 from ..jobs import executor_of, jobs_of
-from ..options import axes_of
 from ..processes import share_priority
 from ..progress import Progress
 from ..store import Store, submissions
@@ -180,7 +180,7 @@ class Executor:
         try:
             with beside(lambda over: self._beat(own, progress, over), "beat"):
                 try:
-                    axes = axes_of(options)
+                    axes = load(options.axes)
                     if of_axes(axes) != row.fingerprint:
                         said = f"the project or {axes.path.name} has changed since {row.name} was submitted"
                         raise MatrixError(f"{said}: submit it again")
