@@ -252,8 +252,9 @@ class Axes(_Table):
 
     @cached_property
     def distributions(self) -> dict[str, str]:
-        """The own axes whose values are releases of a distribution, with the names of the distributions."""
-        return {axis: canonicalize_name(axis) for axis, values in self.own.items() if is_release(values[0])}
+        """The axes whose values are releases of a distribution, with the names of the distributions."""
+        axes = {axis: values for axis, values in values_of(self.all_cells).items() if axis != "python" and values}
+        return {axis: canonicalize_name(axis) for axis, values in axes.items() if is_release(values[0])}
 
     @model_validator(mode="after")
     def _tables_agree(self) -> Axes:

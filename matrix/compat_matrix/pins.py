@@ -55,6 +55,7 @@ def lock(
     *options: str,
     before: str | None = None,
     constraints: Iterable[str] = (),
+    without: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
     """The ``packages`` of a lock file for Linux on x86-64, with the newest releases that satisfy the requirements.
 
@@ -63,6 +64,7 @@ def lock(
         options: further options for ``uv pip compile``.
         before: a day; later releases are ignored. None leaves it to the settings.
         constraints: constraints on the versions of dependencies.
+        without: distributions to leave out, with what only they need.
 
     Raises:
         UvError: there is no solution, or the index can't be reached.
@@ -73,9 +75,11 @@ def lock(
     command += ["--python-platform", "x86_64-manylinux_2_28", "--prerelease", "if-necessary-or-explicit"]
     command += ["--exclude-newer", f"{before}T00:00:00Z"] if before is not None else []
     with TemporaryDirectory() as scratch:
-        path = Path(scratch, "constraints")
-        path.write_text("\n".join(constraints), encoding="utf-8")
-        found = uv(*command, "--constraints", str(path), text="\n".join(requirements), folder=folder)
+        for name, lines in (("constraints", constraints), ("excludes", without)):
+            path = Path(scratch, name)
+            path.write_text("\n".join(lines), encoding="utf-8")
+            command += [f"--{name}", str(path)]
+        found = uv(*command, text="\n".join(requirements), folder=folder)
     packages: list[dict[str, Any]] = tomli.loads(found).get("packages", [])
     return packages
 
@@ -205,7 +209,7 @@ def _plain(cell: Cell) -> Cell:
 def requirements_of(part: Kind, axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
     """The requirements of a part of a cell: the releases of its axes, the project's requirements, and further packages."""
     in_layer = {_name(text) for entry in axes.packages if entry.part == "layer" for text in entry.requires}
-    in_layer |= {"transformers", *axes.distributions.values()}
+    in_layer |= {"transformers", *axes.distributions.values()} - {"torch"}
     chosen = _chosen(part, axes, cell).items()
     exactly = [f"{name}=={version}" + ".*" * (version.count(".") < 2) for name, version in chosen]
     packages = [text for entry in axes.packages if entry.part == part and entry.holds(cell) for text in entry.requires]
@@ -219,7 +223,7 @@ def _name(requirement: str) -> str:
 
 def _chosen(part: Kind, axes: Axes, cell: Cell) -> dict[str, str]:
     """The distributions of a part whose releases are values of the cell's axes, with these."""
-    names = {"torch": "torch"} if part == "base" else {"transformers": "transformers", **axes.distributions}
+    names = {axis: name for axis, name in axes.distributions.items() if (axis == "torch") == (part == "base")}
     return {names[axis]: value for axis, value in cell.axes.items() if axis in names}
 
 
@@ -235,11 +239,7 @@ def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Parts) -> dict[str, fr
             wanted = [*requirements_of("base", axes, cell, own), *requirements_of("layer", axes, cell, own)]
             wanted = [text for text in wanted if _name(text) != "torch"]
             limits = [f"{name}=={version}" for name, version in (base.versions | layer.versions).items()]
-            with TemporaryDirectory() as scratch:
-                torch = Path(scratch, "torch")
-                torch.write_text("torch", encoding="utf-8")
-                options = ("--excludes", str(torch))
-                packages = lock(wanted, cell.python, axes.folder, *options, before=ANY_DAY, constraints=limits)
+            packages = lock(wanted, cell.python, axes.folder, before=ANY_DAY, constraints=limits, without=["torch"])
             needed = {canonicalize_name(package["name"]) for package in packages}
             found[cell.base] = frozenset(base.versions.keys() - needed)
     return found

@@ -333,7 +333,7 @@ def test_a_project_has_axes_of_its_own(tmp_path: Path) -> None:
         "py311-cuda=cu128-trl=1.0",
     ]
     assert axes.own == {"backend": ["gloo", "nccl"], "peft": ["0.17", "0.18"], "cuda": ["cu128"], "trl": ["1.0"]}
-    assert axes.distributions == {"peft": "peft", "trl": "trl"}
+    assert axes.distributions == {"transformers": "transformers", "peft": "peft", "trl": "trl"}
     assert [cell.name for cell in axes.select("trl")] == ["py311-cuda=cu128-trl=1.0"]
     assert [cell.name for cell in axes.select("peft<=0.17", pairwise=True)] == [
         "py311-tf5.4-backend=gloo-peft=0.17",

@@ -126,7 +126,7 @@ def touched(axes: Axes, new: Releases, note: Callable[[str], None]) -> tuple[Axe
     fresh: set[tuple[str, str]] = set()
     exactly: list[Packages] = []
     for distribution, versions in new.items():
-        axis = axis_of.get(distribution, distribution)
+        axis = axis_of.get(distribution, "")
         if having := [table for table in tables if axis in table]:
             for version in map(str, versions):
                 if not is_release(version):
