@@ -38,12 +38,9 @@ T = TypeVar("T")
 class Cell:
     """One point of the matrix.
 
-    Attributes:
-        python, transformers, torch: versions as in the axes file: ``"5.23"`` is the newest patch of that minor release, which
-            the pins name; ``"5.23.0"`` is exactly that release. Without the axis, transformers and torch are empty.
-        flash_attention: ``"none"``, ``"fa2"``, ``"fa3"``, ``"fa4"`` or ``"torch"``.
-        device: ``"cpu"`` or ``"cuda"``.
-        extra: the project's own axes and their values, sorted by axis.
+    Versions are as in the axes file: ``"5.23"`` is the newest patch of that minor release, which the pins name; ``"5.23.0"``
+    is exactly that release. Without the axis, transformers and torch are empty. `extra` has the project's own axes and their
+    values, sorted by axis.
     """
 
     python: str

@@ -48,8 +48,6 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
     Raises:
         MatrixError: pins are missing or invalid, a cell has no tests, or the source doesn't fit the cells.
     """
-    if not (axes.folder / "pyproject.toml").is_file():
-        raise MatrixError(f"{axes.folder} has no pyproject.toml: no project to test")
     wheelhouse = Wheelhouse.open(options.offline) if options.offline is not None else None
     below = BasePython.inspect(options.base_python) if options.base_python is not None else None
     if wheelhouse is not None:

@@ -147,17 +147,14 @@ def read(path: Path, python: str) -> Part:
     return Part(path.stem, python, tuple(pins))
 
 
-def write(part: Part, folder: Path) -> bool:
-    """Write a pin file; returns whether it changed, and raises `MatrixError` if it can't be written."""
+def write(part: Part, folder: Path) -> None:
+    """Write a pin file; raises `MatrixError` if it can't be written."""
     path = folder / f"{part.name}.txt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.read_text(encoding="utf-8") == part.text:
-            return False
         path.write_text(part.text, encoding="utf-8")
     except OSError as error:
         raise MatrixError(f"{path} can't be written: {error.strerror}") from None
-    return True
 
 
 def resolve_parts(axes: Axes, cells: Sequence[Cell], *, latest: bool = False) -> dict[str, Part | UvError]:

@@ -17,15 +17,15 @@ def pin(options: argparse.Namespace) -> int:
     axes = load(options.axes)
     cells = axes.select(options.only, options.cells, options.pairwise, options.shard)
     found = pins.resolve_parts(axes, cells, latest=options.latest)
-    failed = {name: part for name, part in sorted(found.items()) if isinstance(part, pins.UvError)}
-    changed = [
-        name for name, part in sorted(found.items()) if isinstance(part, pins.Part) and pins.write(part, axes.pins)
-    ]
-    for name, error in failed.items():
-        print(f"{name}: {error}", file=sys.stderr)
-    pinned = f"{plural(len(found) - len(failed), 'part')} pinned in {axes.pins}, {len(changed)} of them changed"
-    print("\n  ".join([pinned, *changed]))
-    return 1 if failed else 0
+    failed = 0
+    for name, part in sorted(found.items()):
+        if isinstance(part, pins.UvError):
+            print(f"{name}: {part}", file=sys.stderr)
+            failed += 1
+        else:
+            pins.write(part, axes.pins)
+    print(f"{plural(len(found) - failed, 'part')} pinned in {axes.pins}")
+    return int(failed > 0)
 
 
 def fetch(options: argparse.Namespace) -> int:
