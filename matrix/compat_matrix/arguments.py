@@ -139,16 +139,12 @@ A_RUN = f"{SELECTION} --store --suite --pytest --latest {ENVIRONMENTS}"
 
 
 class Command(NamedTuple):
-    """A command.
+    """A command, and in a line what it does."""
 
-    Attributes:
-        function: the function that runs it, as ``module:name``. It takes the values of the arguments and returns the exit code.
-        text: what it does, in a line.
-        arguments: words of `ARGUMENTS`; None if the function `add_arguments` of the module adds them to a parser.
-    """
-
+    #: The function that runs it, as ``module:name``. It takes the values of the arguments and returns the exit code.
     function: str
     text: str
+    #: Words of `ARGUMENTS`; None if the function `add_arguments` of the module adds them to a parser.
     arguments: str | None = None
 
 

@@ -43,14 +43,14 @@ OWN = Path(__file__).parent.parent / "axes.toml"
 
 
 def _accepted_by(check: Callable[[str], object]) -> AfterValidator:
-    """A text that a function accepts."""
-    return AfterValidator(lambda text: (check(text), text)[1])
+    """A text that a function accepts: it raises `ValueError`, or returns what is true."""
+    return AfterValidator(lambda text: check(text) and text)
 
 
-def _check_day(text: str) -> None:
+def _day(text: str) -> date:
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", text, re.ASCII):
         raise ValueError(f"a day such as 2026-11-15, not {text!r}")
-    date.fromisoformat(text)
+    return date.fromisoformat(text)
 
 
 def _condition(given: Any, info: ValidationInfo) -> Expression:
@@ -84,12 +84,13 @@ _RESERVED = {
 }
 
 
-def _check_axis(name: str) -> None:
+def _axis(name: str) -> str:
     if near := get_close_matches(name, AXES, 1, 0.9):
         raise ValueError(f"there is no such axis; is it {near[0]}?")
     if not re.fullmatch(WORD, name) or name in _RESERVED:
         form = "a word of at most 40 lower-case letters, digits and underscores, such as peft"
         raise ValueError(f"the name of an axis is {form}, and none of {', '.join(sorted(_RESERVED))}")
+    return name
 
 
 def _alike(values: list[str]) -> list[str]:
@@ -105,9 +106,9 @@ Condition = Annotated[Expression, PlainValidator(_condition)]
 T = TypeVar("T", bound=str)
 Distinct = Annotated[list[T], Field(min_length=1), AfterValidator(_distinct)]
 Text = Annotated[str, Field(min_length=1)]
-Day = Annotated[str, _accepted_by(_check_day)]
+Day = Annotated[str, _accepted_by(_day)]
 Releases = Distinct[Annotated[str, _accepted_by(release)]]
-OwnAxis = Annotated[str, _accepted_by(_check_axis)]
+OwnAxis = Annotated[str, _accepted_by(_axis)]
 OwnValues = Annotated[Distinct[str], AfterValidator(_alike)]
 
 

@@ -63,7 +63,6 @@ def lock(
         folder: the folder whose uv settings apply.
         options: further options for ``uv pip compile``.
         before: a day; later releases are ignored. None leaves it to the settings.
-        constraints: constraints on the versions of dependencies.
         without: distributions to leave out, with what only they need.
 
     Raises:

@@ -68,11 +68,17 @@ def run(options: argparse.Namespace) -> int:
         for suite, some in suites(extended, cells, new).items():
             plan.setdefault(suite, some)
         refused = {cell: why for cell, why in extended.excluded(options.only).items() if touches(cell)}
+        label, text = f"watch {_named(new)}", f"# With {_named(new)}.\n{axes.path.read_text(encoding='utf-8')}"
         atlas = read_atlas(store, index, new)
         reports = []
         for suite, some in plan.items():
             before = states(store, suite)
-            made = _run(options, extended, some, suite, store, _named(new), refused) if some else None
+            made = None
+            if some:
+                options = _of_suite(options, suite)
+                jobs = jobs_of(options, extended, some, {})
+                made = new_run(options, store, extended, some, excluded=refused, axes=text, label=label)
+                execute(made, jobs, store, executor_of(options, ray=False))
             reports.append(report(store, suite, made, before, new, atlas))
             atlas = [], None  # reported once
         for one in reports:
@@ -195,25 +201,12 @@ def states(store: Store, suite: str) -> dict[Cell, State]:
     return {cell: past.summary.state for cell, past in found.items() if past.summary.verdict in ENDED}
 
 
-def _run(
-    options: argparse.Namespace,
-    axes: Axes,
-    cells: list[Cell],
-    suite: str,
-    store: Store,
-    new: str,
-    refused: Mapping[Cell, str],
-) -> str:
-    # Not the command as typed: addresses may contain secrets, and this is public.
+def _of_suite(options: argparse.Namespace, suite: str) -> argparse.Namespace:
+    """The options of a run. Its words aren't the command as typed: addresses may contain secrets, and they are public."""
     words = ["watch", *(["--only", options.only] if options.only else [])]
     words += ["--suite", suite] if suite != "default" else []
     more = {"latest": True, "suite": suite, "pytest": [], "no_fork": False, "words": words}
-    options = argparse.Namespace(**{**vars(options), **more})
-    jobs = jobs_of(options, axes, cells, {})
-    text = f"# With {new}.\n{axes.path.read_text(encoding='utf-8')}"
-    run = new_run(options, store, axes, cells, excluded=refused, axes=text, label=f"watch {new}")
-    execute(run, jobs, store, executor_of(options, ray=False))
-    return run
+    return argparse.Namespace(**{**vars(options), **more})
 
 
 def report(
@@ -230,15 +223,8 @@ def report(
         if summary.state == "failed":
             older = cell if cell in before else _older(cell, new, before)
             broke = older is None or before[older] != "failed"
-            why = one_line(summary.reason, 500)
-            one = {
-                "cell": cell.name,
-                "kind": summary.kind,
-                "reason": why,
-                "before": older and older.name,
-                "broke": broke,
-            }
-            failed.append(one)
+            name, why = older and older.name, one_line(summary.reason, 500)
+            failed.append({"cell": cell.name, "kind": summary.kind, "reason": why, "before": name, "broke": broke})
     passed = sum(summary.state == "passed" for summary in summaries.values())
     broken = sum(one["broke"] for one in failed)
     wrong = sum(one["certain"] for one in disagreements)
