@@ -10,7 +10,6 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +18,7 @@ from urllib.parse import unquote
 
 import tomli
 from packaging.requirements import Requirement
-from packaging.tags import compatible_tags, cpython_tags
+from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from uv import find_uv_bin
 
@@ -264,26 +263,20 @@ def compile_pins(
 ) -> tuple[Pin, ...]:
     """The newest releases that satisfy the requirements on Linux, x86-64; raises `UvError` if there are none."""
     before = ANY_DAY if latest else axes.exclude_newer
-    order = _preferred(python)
+    version = [int(part) for part in python.split(".")]
+    # In the order in which installers prefer them; all wheels in the lock file fit the platform.
+    order = [*cpython_tags(version, platforms=["any"]), *compatible_tags(version, platforms=["any"])]
 
-    def rank(wheel: Mapping[str, str]) -> int:  # all of them fit the platform
+    def rank(wheel: Mapping[str, str]) -> int:
         tags = parse_wheel_filename(unquote((wheel.get("url") or wheel["path"]).rpartition("/")[2]))[3]
-        places = [order.index((tag.interpreter, tag.abi)) for tag in tags if (tag.interpreter, tag.abi) in order]
-        return min(places, default=len(order))
+        there = {Tag(tag.interpreter, tag.abi, "any") for tag in tags}.intersection(order)
+        return min(map(order.index, there), default=len(order))
 
     pins = []
     for package in lock(requirements, python, axes.folder, before=before, constraints=constraints):
         file = min(package.get("wheels", ()), key=rank, default=None) or package.get("archive") or package["sdist"]
         pins.append(Pin(canonicalize_name(package["name"]), package["version"], file["hashes"]["sha256"]))
     return tuple(sorted(pins, key=lambda pin: pin.name))
-
-
-@cache
-def _preferred(python: str) -> list[tuple[str, str]]:
-    """Interpreters and ABIs of wheels, in the order in which installers prefer them."""
-    version = [int(part) for part in python.split(".")]
-    every = [*cpython_tags(version, platforms=["any"]), *compatible_tags(version, platforms=["any"])]
-    return [*dict.fromkeys((tag.interpreter, tag.abi) for tag in every)]
 
 
 def of_cells(axes: Axes, cells: Sequence[Cell], folder: Path, latest: bool = False) -> dict[str, Part | UvError]:
