@@ -50,14 +50,13 @@ class RayExecutor:
     Args:
         jobs: the CPUs of a new cluster; not allowed with an existing one.
         cache: that folder; the node's default by default.
-        fork: fork cells without a GPU from a process that has imported torch.
 
     Raises:
         MatrixError: the cluster doesn't exist or can't be joined, or anybody else on the network could join it.
     """
 
-    def __init__(self, jobs: int | None, cache: Path | None, *, fork: bool = True) -> None:
-        self._cache, self._fork = cache and cache.absolute(), fork
+    def __init__(self, jobs: int | None, cache: Path | None) -> None:
+        self._cache = cache and cache.absolute()
         self._refs: list[Any] = []
         self._fingerprint = functools.cache(fingerprint)
         address = os.environ.get("RAY_ADDRESS", "")
@@ -76,11 +75,11 @@ class RayExecutor:
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         # The names of the cells that have started. On the node of this process, and not on one that may be lost.
         self._begun = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
-        self._started: Callable[[Cell], None] | None = None
+        self._started: Callable[[Cell], object] | None = None
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job, started: Callable[[Cell], None]) -> Future[CellResult]:
+    def submit(self, job: Job, started: Callable[[Cell], object]) -> Future[CellResult]:
         """Submit a job as a task. If no node can ever run it, its result is ``not run`` at once."""
         self._started = started
         needs = {"CPU": 1.0, "memory": job.tests.memory * 2**30}
@@ -102,7 +101,7 @@ class RayExecutor:
             retry_exceptions=False,
         )
         expected = self._fingerprint(job.environments.project)
-        ref = task.remote(job, expected, self._cache, self._fork, self._begun)
+        ref = task.remote(job, expected, self._cache, self._begun)
         self._refs.append(ref)
         ref.future().add_done_callback(lambda done: _hand_over(done, future, job))
         return future
@@ -134,7 +133,7 @@ class RayExecutor:
 _hosts = Hosts()
 
 
-def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) -> CellResult:
+def _run(job: Job, expected: str, cache: Path | None, begun: Any) -> CellResult:
     """Run a cell on a node, with GPUs that no other process on that machine has leased."""
     here = job.environments.project
     if not here.is_dir():
@@ -146,7 +145,7 @@ def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) ->
     job = replace(job, environments=replace(job.environments, root=cache or default_root()))
     # Ray assigns GPUs by CUDA_VISIBLE_DEVICES, and doesn't know about other runs on the machine.
     devices = gpus.visible() if job.gpus else ()
-    return work.run(job, devices, lambda: begun.put_nowait(job.cell.name), hosts=_hosts if fork else None)
+    return work.run(job, devices, lambda cell: begun.put_nowait(cell.name), threading.Event(), _hosts)
 
 
 def check_private(address: str) -> tuple[str, int | None]:

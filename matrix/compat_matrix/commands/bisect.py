@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         def ask(value: str) -> Answer:
             job = _job(options, axes, cells[value])
             runs.append(runs[0] if runs else new_run(options, store, axes, [], label=f"bisect {what}", partial=True))
-            executor = runner.Local(1, gpus.visible(), fork=False)
+            executor = runner.Local(1, gpus.visible())
             with Progress(1, 1, Console(stderr=True)) as progress:
                 runner.execute(runs[0], [job], store, executor, progress)
             answer = _judged(options, store.result(runs[0], job.cell, job.attempt))
