@@ -154,16 +154,13 @@ def passed(small: Small, *options: str) -> dict[str, str]:
 
 def test_cells_run_from_a_wheelhouse_alone(project: Small) -> None:
     fetched(project)
-    manifest = json.loads((project.folder / "house" / "manifest.json").read_text())
-    assert manifest["cells"] == {
-        f"{TAG}-tf{minor}-torch2.11": [f"{TAG}-torch2.11", f"{TAG}-tf{minor}"] for minor in ("5.0", "5.1")
-    }
-    for name, file in manifest["files"].items():
-        content = (project.folder / "house" / name).read_bytes()
-        assert file["sha256"] == hashlib.sha256(content).hexdigest()
-        assert file["size"] == len(content)
+    house = project.folder / "house"
+    pins = {path.stem: path.read_text() for path in (house / "pins").iterdir()}
+    assert set(pins) == {f"{TAG}-torch2.11", f"{TAG}-tf5.0", f"{TAG}-tf5.1"}
+    digests = {hashlib.sha256(path.read_bytes()).hexdigest() for path in house.glob("*.whl")}
+    assert {line.rpartition(":")[2] for text in pins.values() for line in text.splitlines()} <= digests
     logs = passed(project)
-    assert set(logs) == set(manifest["cells"])
+    assert set(logs) == {f"{TAG}-tf{minor}-torch2.11" for minor in ("5.0", "5.1")}
     for name, log in logs.items():
         versions = dict(line.split()[:2] for line in log.splitlines())
         transformers = "5.0.0" if "tf5.0" in name else "5.1.0"
@@ -231,9 +228,9 @@ def test_the_command_itself_is_built_from_its_checkout(
 def test_options_stand_anywhere(project: Small) -> None:
     cell = f"{TAG}-tf5.0-torch2.11"
     fetched(project, cell, "--without-torch")
-    manifest = json.loads((project.folder / "house" / "manifest.json").read_text())
-    assert [*manifest["cells"]] == [cell]
-    assert "torch-2.11.0-py3-none-any.whl" not in manifest["files"]
+    house = project.folder / "house"
+    assert {path.stem for path in (house / "pins").iterdir()} == {f"{TAG}-torch2.11", f"{TAG}-tf5.0"}
+    assert not (house / "torch-2.11.0-py3-none-any.whl").exists()
     done = project.run("list", cell, "--only", "transformers>=5", f"{TAG}-tf5.1-torch2.11")
     assert done.stdout.splitlines() == [cell, f"{TAG}-tf5.1-torch2.11"]
     assert project.run("token", "add", "--days", "3", "me", "--scope", "submit").returncode == 0
@@ -296,13 +293,35 @@ def test_a_missing_wheel_is_named_with_its_cells_before_anything_runs(project: S
     (project.folder / "house" / "transformers-5.1.0-py3-none-any.whl").unlink()
     done = project.run("run", "--all", "--offline", "house", **offline(project))
     assert done.returncode == 2
-    assert f"transformers==5.1.0 (transformers-5.1.0-py3-none-any.whl), for {TAG}-tf5.1-torch2.11" in done.stderr
+    assert f"transformers==5.1.0, for {TAG}-tf5.1-torch2.11" in done.stderr
     assert f"{TAG}-tf5.0" not in done.stderr
     assert not (project.folder / "matrix.sqlite").exists()
     assert not (project.folder / "cache" / "base").exists()
 
     done = project.run("run", "--offline", "house", f"{TAG}-tf5.0-torch2.11", **offline(project))
     assert done.returncode == 0, "what isn't missing anything runs"
+
+
+@pytest.mark.parametrize("name", ["transformers-5.0.0-py3-none-any.whl", "small-1.0-py3-none-any.whl"])
+def test_a_damaged_wheel_is_named_before_anything_runs(project: Small, name: str) -> None:
+    fetched(project)
+    path = project.folder / "house" / name
+    path.write_bytes(path.read_bytes()[:-1])
+    done = project.run("run", "--all", "--offline", "house", **offline(project))
+    assert done.returncode == 2
+    assert "lacks" in done.stderr
+    assert name.split("-", maxsplit=1)[0] in done.stderr
+    assert not (project.folder / "cache" / "base").exists()
+
+
+def test_a_wheelhouse_of_an_earlier_version(project: Small) -> None:
+    fetched(project)
+    manifest = project.folder / "house" / "manifest.json"
+    found = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**found, "version": 1, "cells": {}, "files": {}}))
+    assert len(passed(project)) == 2
+    manifest.write_text(json.dumps({**found, "version": 3}))
+    assert "isn't a manifest of this version" in project.run("run", "--all", "--offline", "house").stderr
 
 
 @pytest.mark.parametrize(
