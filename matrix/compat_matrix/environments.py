@@ -6,7 +6,8 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -69,25 +70,24 @@ class Environments:
         described = f"{part.key}\n{self.project}{sha256(wheel) if wheel else ''}{self.below or ''}"
         folder = self.root / "base" / f"{part.name}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
         python = folder / "bin" / "python"
-
-        def make() -> None:
-            made_of = self.below.executable if self.below else interpreter(part.python)
-            offline = ["--offline", "--no-config"] if wheel else []
-            uv("venv", "--clear", *offline, "--python", str(made_of), str(folder))
-            if self.below is not None:
-                # Not --system-site-packages: for a Python in a virtual environment it would show the packages of the underlying one.
-                packages = next(folder.glob("lib/python*/site-packages"))
-                (packages / "below.pth").write_text(f"{self.below.folder}\n", encoding="utf-8")
-            self._install(part, python)
-
-        def add_project() -> None:
-            source = ["--no-config", str(wheel)] if wheel else ["--editable", str(self.project)]
-            uv("pip", "install", "--no-deps", "--python", str(python), *self._source(), *source)
-
-        _whole(folder, make)
+        with _filled(folder) as empty:
+            if empty:
+                offline = ["--offline", "--no-config"] if wheel else []
+                made_of = self.below.executable if self.below else interpreter(part.python)
+                uv("venv", "--clear", *offline, "--python", str(made_of), str(folder))
+                if self.below is not None:
+                    # Not --system-site-packages: for a Python in a virtual environment it would show the packages of the underlying one.
+                    packages = next(folder.glob("lib/python*/site-packages"))
+                    (packages / "below.pth").write_text(f"{self.below.folder}\n", encoding="utf-8")
+                self._install(part, python)
         # The project's code runs from its folder. A change of its metadata reinstalls the project, and nothing else.
-        metadata = sha256(self.project / "pyproject.toml")
-        _once(folder, "project", metadata, add_project)
+        metadata, stamp = sha256(self.project / "pyproject.toml"), folder / ".project"
+        with FileLock(f"{folder}.lock"):
+            if not stamp.exists() or stamp.read_text(encoding="utf-8") != metadata:
+                stamp.unlink(missing_ok=True)
+                source = ["--no-config", str(wheel)] if wheel else ["--editable", str(self.project)]
+                uv("pip", "install", "--no-deps", "--python", str(python), *self._source(), *source)
+                stamp.write_text(metadata, encoding="utf-8")
         return python
 
     def layer(self, part: Part, python: Path) -> Path:
@@ -101,7 +101,9 @@ class Environments:
         """
         # dill, for one, tells installed modules from a project's own by this word in their paths.
         folder = self.root / "site-packages" / f"{part.name}-{part.key}"
-        _whole(folder, lambda: self._install(part, python, "--target", str(folder)))
+        with _filled(folder) as empty:
+            if empty:
+                self._install(part, python, "--target", str(folder))
         return folder
 
     def _install(self, part: Part, python: Path, *options: str) -> None:
@@ -116,27 +118,20 @@ class Environments:
         return ["--offline", "--no-index", "--find-links", str(self.wheelhouse.folder)] if self.wheelhouse else []
 
 
-def _whole(folder: Path, make: Callable[[], None]) -> None:
-    """Create a folder, unless it is complete."""
-
-    def afresh() -> None:
+@contextmanager
+def _filled(folder: Path) -> Iterator[bool]:
+    """Whether a folder must be filled in this block. If that fails, nothing of it stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    complete = folder / ".complete"
+    with FileLock(f"{folder}.lock"):
+        if complete.exists():
+            yield False
+            return
         shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
         folder.mkdir()
         try:
-            make()
+            yield True
+            complete.touch()
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-
-    _once(folder, "complete", "", afresh)
-
-
-def _once(folder: Path, step: str, state: str, do: Callable[[], None]) -> None:
-    """Do a step of creating a folder, unless it was done before with the same `state`."""
-    stamp = folder / f".{step}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not stamp.exists() or stamp.read_text(encoding="utf-8") != state:
-            stamp.unlink(missing_ok=True)
-            do()
-            stamp.write_text(state, encoding="utf-8")

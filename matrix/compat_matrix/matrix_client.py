@@ -21,8 +21,6 @@ from kernel_compat.environment import Environment
 
 from .errors import MatrixError
 
-__all__ = ["KnownVerdict", "ServiceAnswer", "ServiceError", "ServiceReport", "ask"]
-
 KnownVerdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unknown"]
 
 #: The verdicts on an environment that should not be used.
@@ -124,7 +122,7 @@ def questions(environment: Environment) -> list[dict[str, str]]:
 
 
 def describe(answer: ServiceAnswer) -> Iterator[str]:
-    """An answer as lines of text: the verdict, then the evidence."""
+    """An answer as lines of text: the verdict, the evidence, and the shims in the first piece of it."""
     asked = ", ".join(f"{name} {value}" for name, value in answer.asked.items())
     reason = f": {line(answer.reason)}" if answer.reason else ""
     yield f"{asked}: {answer.verdict}{reason}"
@@ -133,10 +131,6 @@ def describe(answer: ServiceAnswer) -> Iterator[str]:
         others = [f"{line(other.get('axis'))} {line(other.get('tested'))}" for other in _objects(one.get("differs"))]
         near = f", with {', '.join(others)}" if others else ""
         yield f"  {found['verdict']}: {found['cell']}{near}, in run {found['run']} of {found['started'][:10] or 'unknown date'}"
-
-
-def shims_of(answer: ServiceAnswer) -> Iterator[str]:
-    """The shims in the first piece of evidence, as lines of text."""
     for shim in _objects(answer.tested[0].get("shims") if answer.tested else ()):
         if shim.get("state") != "not needed":
             name, state, reason = (line(shim.get(field)) for field in ("name", "state", "reason"))
@@ -171,15 +165,16 @@ def _ask(url: str, question: Mapping[str, str], timeout: float) -> ServiceAnswer
         found = json.loads(body)
     except ValueError:
         found = None
+    if not isinstance(found, dict):
+        found = {}
     if status != 200:
-        detail = found.get("detail") if isinstance(found, dict) else ""
+        detail = found.get("detail", "")
         said = detail if isinstance(detail, str) else "; ".join(line(one.get("msg")) for one in _objects(detail))
         raise ServiceError(f"{shown} responds with {status}{f': {line(said)}' if said else ''}")
-    verdict: Any = found.get("verdict") if isinstance(found, dict) else None
-    if verdict not in get_args(KnownVerdict):
+    if found.get("verdict") not in get_args(KnownVerdict):
         raise ServiceError(f"{shown} responds without a verdict: it isn't a matrix service, or is a newer one")
     evidence = tuple(_objects(found.get("tested")))
-    return ServiceAnswer(question, verdict, str(found.get("match")), str(found.get("reason") or ""), evidence)
+    return ServiceAnswer(question, found["verdict"], str(found.get("match")), str(found.get("reason") or ""), evidence)
 
 
 def _get(url: str, question: Mapping[str, str], timeout: float) -> tuple[int, bytes]:

@@ -20,14 +20,10 @@ class ServiceWarning(UserWarning):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the plugin's options."""
-    group = parser.getgroup("kernel-compat")
-    group.addoption(
+    parser.getgroup("kernel-compat").addoption(
         "--kernel-compat-service",
         metavar="URL",
         help="ask this matrix service about the environment first, and stop if it is known to be bad",
-    )
-    group.addoption(
-        "--kernel-compat-service-required", action="store_true", help="stop also if the service doesn't answer"
     )
     parser.addini("kernel_compat_service", "as --kernel-compat-service; an empty option turns it off", default="")
 
@@ -44,8 +40,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     try:
         report = matrix_client.ask(url)
     except matrix_client.ServiceError as error:
-        if config.getoption("--kernel-compat-service-required"):
-            raise pytest.UsageError(f"kernel-compat: {error}") from None
         warning = ServiceWarning(f"nothing is known about this environment: {error}")
         config.issue_config_time_warning(warning, stacklevel=2)
         return
