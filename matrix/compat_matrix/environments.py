@@ -45,13 +45,11 @@ def default_root() -> Path:
 
 @dataclass(frozen=True)
 class Environments:
-    """A folder of environments.
+    """A folder of environments; it may be deleted, and they are created again.
 
     Attributes:
-        root: the folder. It may be deleted; environments are then created again.
         project: the tested project's folder; its code runs from there.
-        wheelhouse: the source to install from instead of an index, without network, also for the project's wheel: its folder would
-            need a build backend.
+        wheelhouse: installed from without network, also the project's wheel: its folder would need a build backend.
         below: a Python whose packages are visible in every base, after its own.
     """
 
@@ -61,11 +59,7 @@ class Environments:
     below: BasePython | None = None
 
     def base(self, part: Part) -> Path:
-        """The Python of a base, which is created if it doesn't exist.
-
-        Raises:
-            UvError: it can't be made; nothing of it stays.
-        """
+        """The Python of a base, which is created if it doesn't exist; raises a `UvError` if that fails."""
         wheel = self.wheelhouse and self.wheelhouse.project
         described = f"{part.key}\n{self.project}{sha256(wheel) if wheel else ''}{self.below or ''}"
         folder = self.root / "base" / f"{part.name}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
@@ -91,14 +85,7 @@ class Environments:
         return python
 
     def layer(self, part: Part, python: Path) -> Path:
-        """The folder of a layer, for the path in front of the packages of a base; it is created if it doesn't exist.
-
-        Args:
-            python: the Python of a base of the same version.
-
-        Raises:
-            UvError: it can't be made; nothing of it stays.
-        """
+        """The folder of a layer, for the path in front of the packages of a base, whose Python creates it if it doesn't exist."""
         # dill, for one, tells installed modules from a project's own by this word in their paths.
         folder = self.root / "site-packages" / f"{part.name}-{part.key}"
         with _filled(folder) as empty:

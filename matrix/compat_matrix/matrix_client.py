@@ -1,8 +1,4 @@
-"""The client of a matrix service: ask for the verdict on an environment.
-
-Environment variables:
-    KERNEL_COMPAT_SERVICE_TOKEN: the token, for a service that requires one for reading.
-"""
+"""The client of a matrix service: ask for the verdict on an environment."""
 
 from __future__ import annotations
 
@@ -45,11 +41,8 @@ class ServiceAnswer:
     Attributes:
         asked: the combination, as the parameters of the request.
         verdict: on exactly this combination; ``unknown`` if it wasn't tested.
-        match: ``exact`` if the evidence is about this combination, ``nearest`` if it is about similar ones, ``none`` if there
-            is no evidence.
-        reason: the reason for the verdict.
-        tested: the evidence as the service sent it: `cell`, `verdict`, `run`, `started`, the versions, `shims`, and in `differs`
-            the differences from this combination.
+        match: whether the evidence is about this combination (``exact``) or similar ones (``nearest``); ``none`` without evidence.
+        tested: the evidence as the service sent it.
     """
 
     asked: Mapping[str, str]
@@ -79,13 +72,10 @@ class ServiceReport:
 
 
 def ask(url: str, environment: Environment | None = None, *, timeout: float = TIMEOUT) -> ServiceReport:
-    """Ask a service for its verdict on an environment.
-
-    Imports neither torch nor transformers: versions are read from the packages' metadata.
+    """Ask a service for its verdict on an environment, by default this one; imports neither torch nor transformers.
 
     Args:
-        url: the address of the service, such as ``https://matrix.example``.
-        environment: the environment; this one by default.
+        url: such as ``https://matrix.example``.
         timeout: seconds for each answer.
 
     Raises:
@@ -100,11 +90,7 @@ def ask(url: str, environment: Environment | None = None, *, timeout: float = TI
 def questions(environment: Environment) -> list[dict[str, str]]:
     """The combinations of releases in an environment: one for each FlashAttention that a GPU could use.
 
-    Without a GPU no FlashAttention is used, and there is one combination. With a GPU and no FlashAttention the device makes no
-    difference and is left out.
-
-    Raises:
-        ServiceError: the version of torch or transformers isn't known.
+    With a GPU and no FlashAttention the device makes no difference and is left out.
     """
     question = {}
     for name in ("transformers", "torch"):
@@ -143,7 +129,7 @@ def line(text: object) -> str:
 
 
 def _objects(found: object) -> list[Mapping[str, Any]]:
-    """The objects in a list that the service sent; none if it is something else."""
+    """The objects in a list that the service sent."""
     return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
@@ -192,7 +178,7 @@ def _get(url: str, question: Mapping[str, str], timeout: float) -> tuple[int, by
 
 
 def _authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """Add the token; instead of an entry for the host in ~/.netrc."""
+    """Add the token of a service that requires one for reading; instead of an entry for the host in ~/.netrc."""
     if token := os.environ.get("KERNEL_COMPAT_SERVICE_TOKEN"):
         request.headers["Authorization"] = f"Bearer {token}"
     return request

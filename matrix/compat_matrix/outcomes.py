@@ -98,11 +98,7 @@ def _message_of(entry: Mapping[str, Any]) -> str:
 
 
 def _with_figures(test: Test, properties: Any, skipped: int) -> Test:
-    """A test with the figures in its properties, as the report log has them; failed if one is invalid.
-
-    Args:
-        skipped: the number of properties at the beginning that don't count.
-    """
+    """A test with the figures in its properties, without the first ones; failed if one is invalid."""
     if isinstance(properties, str):  # pytest-reportlog writes properties as one text if one of them isn't JSON
         return _failed(test, [f"its figures aren't JSON: {properties}"] if "('figure'," in properties else [])
     found, problems = [], []
@@ -142,12 +138,7 @@ def _failed(test: Test, problems: Sequence[str]) -> Test:
 
 
 def tied(tests: Sequence[Test], known: Iterable[Known], cell: Cell, today: date) -> tuple[list[Test], list[str]]:
-    """Tie the failures of a cell to the issues that they are known for.
-
-    Returns:
-        The tests, failures that are tied to an issue as ``known``; and for each entry that ran out or isn't needed any more, a
-        text about it.
-    """
+    """The tests, failures that are tied to an issue as ``known``; and a text about each entry that ran out or isn't needed any more."""
     found, stale = list(tests), []
     for entry in known:
         matching = [n for n, test in enumerate(found) if entry.matches(test.nodeid)]
@@ -186,14 +177,11 @@ def judge(
     minutes: float,
     stale: Sequence[str] = (),
 ) -> tuple[Verdict, Kind | None, str]:
-    """The verdict on a cell.
+    """The verdict on a cell, the kind of failure, and the reason in a line or two.
 
     Args:
         returncode: the return code of its process; None if it was ended at its time limit of `minutes`.
         stale: as returned by `tied`.
-
-    Returns:
-        The verdict, the kind of failure, and the reason in a line or two.
     """
     if returncode is None:
         last = f", the last test that ended was {tests[-1].nodeid}" if tests else ""

@@ -9,9 +9,9 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,9 @@ _GRACE = 15.0
 class RayExecutor:
     """The cluster at RAY_ADDRESS, or one started on this machine by `ray start`, or a new one on this machine for this run.
 
-    The tested project, the wheelhouse and the base Python must be at the same paths on every node. Each node makes its
-    environments in its own cache folder.
-
     Args:
         jobs: the CPUs of a new cluster; not allowed with an existing one.
-        cache: that folder; the node's default by default.
+        cache: the folder in which each node makes its environments; the node's default by default.
 
     Raises:
         MatrixError: the cluster doesn't exist or can't be joined, or anybody else on the network could join it.
@@ -61,15 +58,13 @@ class RayExecutor:
         self._fingerprint = functools.cache(fingerprint)
         address = os.environ.get("RAY_ADDRESS", "")
         host, port = check_private(address)
-        if host and port is not None:  # Ray itself would wait, and then end this process
-            with _joining(address):
-                socket.create_connection((host, port), timeout=10).close()
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
-            ray.init(num_cpus=jobs, **quiet)
-        except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+            if host and port is not None:  # Ray itself would wait, and then end this process
+                socket.create_connection((host, port), timeout=10).close()
+            ray.init(num_cpus=jobs, log_to_driver=False, logging_level=logging.ERROR)
+        except (RayError, RuntimeError, ValueError, OSError, OverflowError) as error:
             hint = "if it requires a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN must be as on its nodes"
-            raise MatrixError(f"the Ray cluster can't be joined: {error} ({hint})") from None
+            raise MatrixError(f"the Ray cluster {address} can't be joined: {error} ({hint})") from None
         self.jobs = int(ray.cluster_resources().get("CPU", 1))
         node = ray.get_runtime_context().get_node_id()
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
@@ -156,27 +151,21 @@ def check_private(address: str) -> tuple[str, int | None]:
     Raises:
         MatrixError: it isn't at a loopback address, and Ray's token authentication is off; or its host isn't known.
     """
-    with _joining(address):
-        place = address.rpartition("://")[2]
+    place = address.rpartition("://")[2]
+    try:
         parts = urlsplit(f"//{place}")
         host, port = "" if place in ("", "auto", "local") else parts.hostname or "", parts.port
         if not host or os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
             return host, port
         found = {str(one[4][0]).partition("%")[0] for one in socket.getaddrinfo(host, None)}
+    except (OSError, ValueError) as error:
+        raise MatrixError(f"the Ray cluster {address} can't be joined: {error}") from None
     if not all(ipaddress.ip_address(one).is_loopback for one in found):
         raise MatrixError(
-            f"the Ray cluster at {address} isn't on this machine, and whoever reaches it can run commands on it: "
+            f"the Ray cluster {address} isn't on this machine, and whoever reaches it can run commands on it: "
             "set RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN on its nodes and here"
         )
     return host, port
-
-
-@contextmanager
-def _joining(address: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, OverflowError) as error:
-        raise MatrixError(f"the Ray cluster at {address} can't be joined: {error}") from None
 
 
 def _hand_over(done: Future[Any], future: Future[CellResult], job: Job) -> None:

@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 
 class Local:
-    """Runs jobs on this machine, each in a process of its own with exclusive GPUs.
-
-    Args:
-        jobs: the number of cells at a time.
-        devices: the GPUs that may be leased.
-    """
+    """Runs a number of jobs at a time on this machine, each in a process of its own with exclusive GPUs among `devices`."""
 
     def __init__(self, jobs: int, devices: Sequence[str]) -> None:
         self.jobs = jobs
@@ -60,10 +55,10 @@ def failed(store: Store, run: str) -> dict[Cell, int]:
 
 
 def left(store: Store, run: str, axes: Axes, again: Mapping[Cell, int]) -> tuple[list[Cell], dict[Cell, int]]:
-    """The cells of a run that must still be run: the unfinished ones and `again`; and the earlier attempts at the latter.
+    """The cells of a run that must still be run, unfinished ones and those in `again`; and the earlier attempts at the latter.
 
     Args:
-        again: the cells to repeat, with their attempts so far; one that has a later attempt by now is left out.
+        again: cells with their attempts so far; one that has a later attempt by now is left out.
 
     Raises:
         MatrixError: the axes don't have one of these cells.
@@ -90,15 +85,11 @@ def execute(
 ) -> Counter[str]:
     """Run the jobs and store each result; returns the number of cells with each verdict.
 
-    Ctrl-C ends running cells and leaves the run ``interrupted``: finished cells are stored, the others are unfinished.
+    An error and Ctrl-C end running cells and leave the run ``interrupted``: finished cells are stored, the others are unfinished.
 
     Args:
         patience: the seconds for which storing a result is tried again, for a database that is restarted.
         finish: set the state of the run at the end; else the caller does so.
-
-    Raises:
-        MatrixError: a result can't be stored; earlier results stay stored.
-        KeyboardInterrupt: after the store is in order.
     """
 
     def store_result(result: CellResult, patience: float) -> None:

@@ -56,25 +56,20 @@ class Wheelhouse(BaseModel):
 
     @classmethod
     def open(cls, folder: Path) -> Wheelhouse:
-        """Open a folder.
-
-        Raises:
-            MatrixError: the folder doesn't exist, or `fetch` hasn't written it.
-        """
+        """Open a folder; raises a `MatrixError` if `fetch` hasn't written it."""
         path = folder.absolute() / "manifest.json"
         try:
             return cls.model_validate_json(path.read_bytes()).model_copy(update={"folder": path.parent})
         except OSError:
-            wrong = (
-                "has no manifest.json, which is written last: it is incomplete" if folder.is_dir() else "isn't a folder"
-            )
-            raise MatrixError(f"{path.parent} {wrong}; `kernel-compat-matrix fetch` writes such folders") from None
+            raise MatrixError(
+                f"{path.parent} has no manifest.json, which `kernel-compat-matrix fetch` writes last"
+            ) from None
         except ValidationError as error:
             raise MatrixError(f"{path} isn't a manifest of this version: {error.errors()[0]['msg']}") from None
 
     @property
     def project(self) -> Path:
-        """The tested project's wheel."""
+        """The path of that wheel."""
         return self.folder / self.wheel
 
     @property
@@ -83,11 +78,7 @@ class Wheelhouse(BaseModel):
         return {name: frozenset(part["torch_alone"]) for name, part in self.parts.items()}
 
     def check(self, cells: Sequence[Cell], project: Path) -> None:
-        """Check that the folder serves these cells and this project.
-
-        Raises:
-            MatrixError: it was fetched for other cells, or for a different state of the tested project.
-        """
+        """Raise a `MatrixError` if the folder was fetched for other cells, or for a different state of the tested project."""
         there = {path.stem for path in (self.folder / "pins").glob("*.txt")}
         others = [cell.name for cell in cells if not {cell.base, cell.layer} <= there]
         if others:
@@ -105,20 +96,19 @@ class Wheelhouse(BaseModel):
         """The parts of the cells with pins of the files in this folder: a wheel that was added by hand replaces an sdist.
 
         Raises:
-            MatrixError: files are missing, or differ from the pinned ones; the message names all of them and the cells.
+            MatrixError: files are missing or differ from the pinned ones. All of them are named, with the cells.
         """
         there = _by_hash(self.folder)
         found: dict[str, Part] = {}
-        missing: dict[str, dict[str, None]] = {}
+        missing: defaultdict[str, dict[str, None]] = defaultdict(dict)
         for cell in cells:
-            for part in (one for one in (parts[cell.base], parts[cell.layer]) if isinstance(one, Part)):
-                pins = []
+            for part in (parts[cell.base], parts[cell.layer]):
+                if not isinstance(part, Part):
+                    continue
                 for pin in part.pins:
-                    path = there.get(pin.sha256)
-                    if path is None:
-                        missing.setdefault(f"{pin.name}=={pin.version}", {})[cell.name] = None
-                    replaced = path is not None and path.suffix != ".whl"
-                    pins.append((replaced and _replacing(there, pin, part.python, cell.torch)) or pin)
+                    if pin.sha256 not in there:
+                        missing[f"{pin.name}=={pin.version}"][cell.name] = None
+                pins = (_replacing(there, pin, part.python, cell.torch) or pin for pin in part.pins)
                 found[part.name] = replace(part, pins=tuple(pins))
         if missing:
             lines = [f"{what}, for {one_and_more([*those])}" for what, those in sorted(missing.items())]
@@ -138,12 +128,9 @@ def fetch(
     without_torch: bool = False,
     runner: bool = False,
 ) -> list[Path]:
-    """Write a wheelhouse for cells, or add to one; returns their files.
-
-    Files that it has with the right hash are not fetched again.
+    """Write a wheelhouse for cells, or add to one; returns their files. Those that are there are not fetched again.
 
     Args:
-        latest: resolve the newest releases instead of using the pins.
         without_torch: leave out torch and the packages that only torch needs.
         runner: add this command itself, and a requirement file ``runner-py312.txt`` for installing it.
 
@@ -178,9 +165,10 @@ def fetch(
         raise MatrixError(f"{folder} can't be written: {error.strerror or error}") from error
     for path, pin in sorted(files.items()):
         if path.suffix != ".whl":
-            _note(
+            print(
                 f"{pin.name} {pin.version} has no wheel for this platform. The machine that installs it builds one from {path.name}, "
-                f"which needs a compiler; or add a wheel of it to {folder}, which is then used instead"
+                f"which needs a compiler; or add a wheel of it to {folder}, which is then used instead",
+                file=sys.stderr,
             )
     return [*files, folder / project.name]
 
@@ -197,10 +185,6 @@ def differing(wheel: Path, folder: Path) -> str | None:
             if same and entry.CRC not in [crc32(path.read_bytes()) for path in same]:
                 return entry.filename
     return None
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _by_hash(*folders: Path) -> dict[str, Path]:
@@ -231,7 +215,7 @@ def _gathered(axes: Axes, parts: Sequence[Part], folder: Path, built: Path) -> d
 
     with ThreadPoolExecutor(_THREADS) as pool:
         for digest, path in zip(urls, pool.map(one, urls), strict=True):
-            _note(f"{path.name} {path.stat().st_size / 1e6:.1f} MB")
+            print(f"{path.name} {path.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
             there[digest] = path
     for path in built.glob("*.whl"):
         shutil.move(path, folder / path.name)
@@ -244,10 +228,9 @@ def _located(axes: Axes, parts: Sequence[Part], there: Collection[str]) -> dict[
     for part in parts:
         left = [pin for pin in part.pins if pin.sha256 not in there and pin.sha256 not in found]
         exactly = [f"{pin.name}=={pin.version}" for pin in left]
-        urls: dict[str, str] = {}
-        for package in lock(exactly, part.python, axes.folder, "--no-deps", before=ANY_DAY) if left else ():
-            files = [*package.get("wheels", ()), *([package["sdist"]] if "sdist" in package else [])]
-            urls |= {file["hashes"].get("sha256"): file["url"] for file in files}
+        packages = lock(exactly, part.python, axes.folder, "--no-deps", before=ANY_DAY) if left else []
+        files = [file for one in packages for file in (*one.get("wheels", ()), *filter(None, [one.get("sdist")]))]
+        urls = {file["hashes"].get("sha256"): file["url"] for file in files}
         for pin in left:
             if pin.sha256 not in urls:
                 raise MatrixError(f"no file of {pin.name}=={pin.version} has the pinned hash any more: {pin.sha256}")
@@ -281,7 +264,9 @@ def _runners(axes: Axes, pythons: Iterable[str], folder: Path) -> list[Part]:
 
 
 def _replacing(there: dict[str, Path], pin: Pin, python: str, torch: str) -> Pin | None:
-    """The pin of a wheel that replaces a pinned file: of its version, for the Python, and not built for a different torch."""
+    """The pin of a wheel that replaces a pinned sdist: of its version, for the Python, and not built for a different torch."""
+    if pin.sha256 not in there or there[pin.sha256].suffix == ".whl":
+        return None
     version = tuple(map(int, python.split(".")))
     tags = {*cpython_tags(version), *compatible_tags(version, f"cp{python.replace('.', '')}")}
     for digest, path in there.items():

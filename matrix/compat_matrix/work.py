@@ -29,10 +29,10 @@ from .words import plural
 
 #: Environment variables that cells don't inherit. Without bytecode caches a cell would compile torch and transformers for 10 s;
 #: and cells must not know where the runner may write.
-_NOT_INHERITED = (
+_NOT_INHERITED = {
     *("VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"),
     *("KERNEL_COMPAT_MATRIX_STORE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
-)
+}
 
 #: Seconds for a process to end by itself.
 _GRACE = 5.0
