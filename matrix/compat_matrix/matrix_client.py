@@ -22,9 +22,8 @@ KnownVerdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused",
 #: The verdicts on an environment that should not be used.
 BAD: tuple[KnownVerdict, ...] = ("wrong", "failed", "refused")
 
-#: Seconds for one whole answer.
-TIMEOUT = 10.0
-_MAX_BYTES = 4 * 2**20
+#: The longest response, in bytes.
+_LONGEST = 4 * 2**20
 
 #: The FlashAttention that each distribution provides.
 _KINDS = {"flash-attn": "fa2", "flash-attn-3": "fa3", "fa3-fwd": "fa3", "flash-attn-4": "fa4"}
@@ -71,12 +70,12 @@ class ServiceReport:
         return not any(answer.bad for answer in self.answers)
 
 
-def ask(url: str, environment: Environment | None = None, *, timeout: float = TIMEOUT) -> ServiceReport:
+def ask(url: str, environment: Environment | None = None, *, timeout: float = 10.0) -> ServiceReport:
     """Ask a service for its verdict on an environment, by default this one; imports neither torch nor transformers.
 
     Args:
         url: such as ``https://matrix.example``.
-        timeout: seconds for each answer.
+        timeout: seconds for each whole answer.
 
     Raises:
         ServiceError: `url` isn't an address, the service can't be reached or gives no usable answer, or the version of torch
@@ -170,8 +169,8 @@ def _get(url: str, question: Mapping[str, str], timeout: float) -> tuple[int, by
     with requests.get(url, question, headers=headers, auth=_authorize, timeout=timeout, stream=True) as response:
         while piece := response.raw.read1(65536, decode_content=True):
             body += piece
-            if len(body) > _MAX_BYTES:
-                raise OSError(f"its response is longer than {_MAX_BYTES} bytes")
+            if len(body) > _LONGEST:
+                raise OSError(f"its response is longer than {_LONGEST} bytes")
             if time.monotonic() > end:
                 raise requests.Timeout
         return response.status_code, body

@@ -27,30 +27,24 @@ class Process:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._returncode: int | None = None
         if not (pid := connection.recv(MESSAGE)):
             raise OSError("the process that forks the cells has died")
         self.pid = int(pid)
 
     def wait(self, timeout: float) -> int:
         """The return code, negative for a signal; raises TimeoutError if it is still running."""
-        if self._returncode is None:
-            self._connection.settimeout(max(timeout, 0.001))
-            self._returncode = int(self._connection.recv(MESSAGE) or -signal.SIGKILL)
-        return self._returncode
+        self._connection.settimeout(timeout)
+        return int(self._connection.recv(MESSAGE) or -signal.SIGKILL)
 
-    def end(self, grace: float = 0.0) -> None:
-        """End it and all its children, after some seconds to end by itself."""
-        if self._connection.fileno() < 0:
-            return  # it has been ended, and its id may be another process's
-        with suppress(TimeoutError):
-            self.wait(grace)
+    def end(self) -> None:
+        """End it and all its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.wait(60)
         with suppress(OSError), self._connection:
+            self._connection.settimeout(60)
             self._connection.shutdown(socket.SHUT_WR)
-            self._connection.recv(1)  # empty once the watching process has ended
+            while self._connection.recv(MESSAGE):  # until the watching process has ended
+                pass
 
 
 class Hosts:

@@ -64,7 +64,8 @@ class RayExecutor:
             ray.init(num_cpus=jobs, log_to_driver=False, logging_level=logging.ERROR)
         except (RayError, RuntimeError, ValueError, OSError, OverflowError) as error:
             hint = "if it requires a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN must be as on its nodes"
-            raise MatrixError(f"the Ray cluster {address} can't be joined: {error} ({hint})") from None
+            where = address or "this machine"
+            raise MatrixError(f"the Ray cluster at {where} can't be joined: {error} ({hint})") from None
         self.jobs = int(ray.cluster_resources().get("CPU", 1))
         node = ray.get_runtime_context().get_node_id()
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
@@ -159,10 +160,10 @@ def check_private(address: str) -> tuple[str, int | None]:
             return host, port
         found = {str(one[4][0]).partition("%")[0] for one in socket.getaddrinfo(host, None)}
     except (OSError, ValueError) as error:
-        raise MatrixError(f"the Ray cluster {address} can't be joined: {error}") from None
+        raise MatrixError(f"the Ray cluster at {address} can't be joined: {error}") from None
     if not all(ipaddress.ip_address(one).is_loopback for one in found):
         raise MatrixError(
-            f"the Ray cluster {address} isn't on this machine, and whoever reaches it can run commands on it: "
+            f"the Ray cluster at {address} isn't on this machine, and whoever reaches it can run commands on it: "
             "set RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN on its nodes and here"
         )
     return host, port

@@ -199,16 +199,14 @@ def _environment(job: Job, layer: Path, folder: Path, leased: Sequence[str]) -> 
 def _supervise(process: Process, deadline: float, cancelled: threading.Event) -> int | None:
     """The return code of the process; None if it was ended at `deadline`, in seconds of the monotonic clock."""
     try:
-        while True:
-            try:
+        while time.monotonic() <= deadline:
+            with suppress(TimeoutError):
                 return process.wait(0.2)
-            except TimeoutError:
-                if cancelled.is_set():
-                    raise Cancelled from None
-                if time.monotonic() > deadline:
-                    with suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGABRT)  # pytest's fault handler writes the stacks of all threads
-                    process.end(_GRACE)
-                    return None
+            if cancelled.is_set():
+                raise Cancelled
+        with suppress(ProcessLookupError, TimeoutError):
+            os.kill(process.pid, signal.SIGABRT)  # pytest's fault handler writes the stacks of all threads
+            process.wait(_GRACE)
+        return None
     finally:
-        process.end()  # its remaining children
+        process.end()

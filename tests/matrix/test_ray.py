@@ -194,7 +194,7 @@ def test_a_node_with_another_state_of_the_project_is_refused(
 @pytest.mark.parametrize(
     ("address", "prepare", "message"),
     [
-        ("127.0.0.1:9", "", "the Ray cluster 127.0.0.1:9 can't be joined"),
+        ("127.0.0.1:9", "", "the Ray cluster at 127.0.0.1:9 can't be joined"),
         ("127.0.0.1:9", "sys.modules['ray'] = None", "pip install 'kernel-compat-matrix[ray]'"),
         (
             "192.0.2.1:9",
@@ -202,7 +202,7 @@ def test_a_node_with_another_state_of_the_project_is_refused(
             "isn't on this machine, and whoever reaches it can run commands on it: set RAY_AUTH_MODE=token",
         ),
         ("ray://192.0.2.1:9", "", "isn't on this machine"),
-        ("head.invalid:9", "", "the Ray cluster head.invalid:9 can't be joined"),
+        ("head.invalid:9", "", "the Ray cluster at head.invalid:9 can't be joined"),
     ],
 )
 def test_no_cluster_and_no_ray_and_no_token_are_said(project: Small, address: str, prepare: str, message: str) -> None:

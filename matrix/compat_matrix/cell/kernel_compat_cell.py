@@ -115,8 +115,9 @@ def shims() -> dict[str, Any]:
     except ImportError:
         return {}
     with kernel_compat.installed() as report:
-        found = {
-            shim.name: {"state": shim.state, "reason": shim.reason, "seams": [str(seam) for seam in shim.seams]}
-            for shim in report.shims
+        return {
+            "shims": {
+                one.name: {"state": one.state, "reason": one.reason, "seams": [*map(str, one.seams)]}
+                for one in report.shims
+            }
         }
-    return {"shims": found}
