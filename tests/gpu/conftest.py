@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,16 +12,20 @@ from tiny import installation
 
 import kernel_compat
 
-#: The kernels by name; torch's also with each backend besides its default.
-KERNELS = (
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-    "flash_attention_torch",
-    "flash_attention_torch on FA3",
-    "flash_attention_torch on FA4",
-    "flash_attention_flex",
-)
+#: The kernels by name, with the cells of the matrix that test them; torch's also with each backend besides its default.
+CELLS = {
+    "flash_attention_2": "fa2",
+    "flash_attention_3": "fa3",
+    "flash_attention_4": "fa4",
+    "flash_attention_torch": "torch",
+    "flash_attention_torch on FA3": "fa3",
+    "flash_attention_torch on FA4": "fa4",
+    "flash_attention_flex": "torch",
+}
+
+#: The value of the matrix' axis; none outside of the matrix, where all kernels are tested.
+CELL = json.loads(os.environ.get("KERNEL_COMPAT_MATRIX_AXES", "{}")).get("flash_attention")
+KERNELS = [kernel for kernel, cell in CELLS.items() if CELL in (None, cell)]
 
 
 def require(kernel: str) -> None:
