@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
@@ -19,13 +20,8 @@ from .pins import Part, Parts
 
 _ASK = """
 import json, sys
-from importlib.metadata import distributions, distribution
-try:
-    folder = str(distribution("torch").locate_file("").resolve())
-except ImportError:
-    sys.exit("it has no torch")
-there = {d.metadata["Name"]: d.version for d in distributions(path=[folder]) if d.metadata["Name"]}
-print(json.dumps(["%d.%d" % sys.version_info[:2], folder, there]))
+from importlib.metadata import distribution
+print(json.dumps(["%d.%d" % sys.version_info[:2], str(distribution("torch").locate_file("").resolve())]))
 """
 
 
@@ -52,14 +48,15 @@ class BasePython:
         command = [str(executable), "-c", _ASK]
         try:
             done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, check=False)
-            python, folder, there = json.loads(done.stdout)
+            python, folder = json.loads(done.stdout)
         except OSError as error:
             raise MatrixError(f"--base-python {executable}: {error.strerror}") from None
         except ValueError:
             said = (done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"])[-1]
             raise MatrixError(f"--base-python {executable} doesn't work as a Python with torch: {said}") from None
-        versions: dict[str, Version] = {canonicalize_name(name): Version(there[name]) for name in sorted(there)}
-        return cls(executable, python, Path(folder), versions)
+        named = [(one.metadata["Name"], one.version) for one in distributions(path=[folder])]
+        there: dict[str, Version] = {canonicalize_name(name): Version(version) for name, version in named if name}
+        return cls(executable, python, Path(folder), dict(sorted(there.items())))
 
     def check(self, cells: Iterable[Cell]) -> None:
         """Raise a `MatrixError` for cells with a different Python or torch."""

@@ -71,7 +71,7 @@ class RayExecutor:
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         # The names of the cells that have started. On the node of this process, and not on one that may be lost.
         self._begun = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
-        self._started: Callable[[Cell], object] | None = None
+        self._started: Callable[[Cell], object] = str
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
@@ -122,8 +122,7 @@ class RayExecutor:
         """Report cells as they start."""
         with suppress(RayError):  # the cluster is shutting down; the cells' futures report it
             while name := self._begun.get():
-                if self._started is not None:
-                    self._started(parse(name))
+                self._started(parse(name))
 
 
 _hosts = Hosts()

@@ -156,7 +156,23 @@ def _start(
     job: Job, python: Path, layer: Path, folder: Path, leased: Sequence[str], hosts: Hosts, *, again: bool = False
 ) -> Process:
     """Start the command of a job; `again`: pytest, with the tests that failed, which leaves the cell's report as it is."""
-    environment = _environment(job, layer, folder, leased)
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _NOT_INHERITED and not name.startswith("PYTEST_XDIST_")  # from a pytest that runs the runner
+    }
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **inherited,
+        **job.tests.environment,
+        # A cell sees the leased devices only, also on a machine that has more.
+        "CUDA_VISIBLE_DEVICES": ",".join(leased),
+        "COMPAT_MATRIX_GPUS": ",".join(leased),
+        "KERNEL_COMPAT_MATRIX_AXES": json.dumps(job.cell.axes),
+        "COMPAT_MATRIX_ENVIRONMENT": str(folder / "environment.json"),
+        "PYTHONPATH": os.pathsep.join([str(layer), str(INSIDE)]),
+        "TMPDIR": str(folder),
+    }
     if again:
         del environment["COMPAT_MATRIX_ENVIRONMENT"]
     place = (environment, job.environments.project, folder / "log")
@@ -174,26 +190,6 @@ def _start(
         with suppress(OSError):  # torch can't be imported: the cell's own log shows why
             return hosts.start(python, arguments, *place)
     return hosts.start(None, [str(python), "-m", *arguments], *place)
-
-
-def _environment(job: Job, layer: Path, folder: Path, leased: Sequence[str]) -> dict[str, str]:
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _NOT_INHERITED and not name.startswith("PYTEST_XDIST_")  # from a pytest that runs the runner
-    }
-    return {
-        "OMP_NUM_THREADS": "1",
-        **inherited,
-        **job.tests.environment,
-        # A cell sees the leased devices only, also on a machine that has more.
-        "CUDA_VISIBLE_DEVICES": ",".join(leased),
-        "COMPAT_MATRIX_GPUS": ",".join(leased),
-        "KERNEL_COMPAT_MATRIX_AXES": json.dumps(job.cell.axes),
-        "COMPAT_MATRIX_ENVIRONMENT": str(folder / "environment.json"),
-        "PYTHONPATH": os.pathsep.join([str(layer), str(INSIDE)]),
-        "TMPDIR": str(folder),
-    }
 
 
 def _supervise(process: Process, deadline: float, cancelled: threading.Event) -> int | None:
