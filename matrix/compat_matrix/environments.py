@@ -66,9 +66,8 @@ class Environments:
         python = folder / "bin" / "python"
         with _filled(folder) as empty:
             if empty:
-                offline = ["--offline", "--no-config"] if wheel else []
                 made_of = self.below.executable if self.below else interpreter(part.python)
-                uv("venv", "--clear", *offline, "--python", str(made_of), str(folder))
+                uv("venv", "--clear", *self._source(), "--python", str(made_of), str(folder))
                 if self.below is not None:
                     # Not --system-site-packages: for a Python in a virtual environment it would show the packages of the underlying one.
                     packages = next(folder.glob("lib/python*/site-packages"))
@@ -79,8 +78,8 @@ class Environments:
         with FileLock(f"{folder}.lock"):
             if not stamp.exists() or stamp.read_text(encoding="utf-8") != metadata:
                 stamp.unlink(missing_ok=True)
-                source = ["--no-config", str(wheel)] if wheel else ["--editable", str(self.project)]
-                uv("pip", "install", "--no-deps", "--python", str(python), *self._source(), *source)
+                what = [str(wheel)] if wheel else ["--editable", str(self.project)]
+                uv("pip", "install", "--no-deps", "--python", str(python), *self._source(), *what)
                 stamp.write_text(metadata, encoding="utf-8")
         return python
 
@@ -97,12 +96,15 @@ class Environments:
         late = [pin for pin in part.pins if pin.name in _AGAINST_TORCH]
         for pins in ([pin for pin in part.pins if pin not in late], late):
             if pins:
-                command = ["pip", "install", "--no-deps", "--require-hashes", "--no-config", "--python", str(python)]
-                command += [*self._source(), *(f"--no-build-isolation-package={pin.name}" for pin in late), *options]
+                command = ["pip", "install", "--no-deps", "--require-hashes", "--python", str(python), *options]
+                command += self._source() or ["--no-config"]
+                command += [f"--no-build-isolation-package={pin.name}" for pin in late]
                 uv(*command, "--requirement", "-", text="".join(f"{pin}\n" for pin in pins))
 
     def _source(self) -> list[str]:
-        return ["--offline", "--no-index", "--find-links", str(self.wheelhouse.folder)] if self.wheelhouse else []
+        """Options of uv for installing from the wheelhouse, if there is one."""
+        options = ["--offline", "--no-config", "--no-index", "--find-links"]
+        return [*options, str(self.wheelhouse.folder)] if self.wheelhouse else []
 
 
 @contextmanager
