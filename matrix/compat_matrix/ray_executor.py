@@ -140,7 +140,9 @@ def _run(job: Job, expected: str, cache: Path | None, begun: Any) -> CellResult:
     job = replace(job, environments=replace(job.environments, root=cache or default_root()))
     # Ray assigns GPUs by CUDA_VISIBLE_DEVICES, and doesn't know about other runs on the machine.
     devices = gpus.visible() if job.gpus else ()
-    return work.run(job, devices, lambda cell: begun.put_nowait(cell.name), threading.Event(), _hosts)
+    # Not `begun.put_nowait`: Ray gives the CPU of a task that waits to another one.
+    tell = begun.actor.put_nowait.remote
+    return work.run(job, devices, lambda cell: tell(cell.name), threading.Event(), _hosts)
 
 
 def check_private(address: str) -> tuple[str, int | None]:
