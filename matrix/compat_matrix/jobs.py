@@ -34,12 +34,12 @@ _HARMLESS = re.compile(r"(?<!\S)(?:(?:-n|--numprocesses|--dist|--durations|--tb|
 
 
 def executor_of(options: argparse.Namespace, ray: bool) -> runner.Local | RayExecutor:
-    """The executor for ``--jobs`` and ``--no-fork``: this machine, or the Ray cluster at RAY_ADDRESS."""
+    """The executor for ``--jobs``: this machine, or the Ray cluster at RAY_ADDRESS."""
     if ray:
         from .ray_executor import RayExecutor
 
-        return RayExecutor(options.jobs, options.cache, fork=not options.no_fork)
-    return runner.Local(options.jobs or os.cpu_count() or 1, gpus.visible(), not options.no_fork)
+        return RayExecutor(options.jobs, options.cache)
+    return runner.Local(options.jobs or os.cpu_count() or 1, gpus.visible())
 
 
 def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], attempts: Mapping[Cell, int]) -> list[Job]:
@@ -73,9 +73,9 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         base, layer = parts[cell.base], parts[cell.layer]
         both = (base, layer) if isinstance(base, pins.Part) and isinstance(layer, pins.Part) else None
         reason = str(base if isinstance(base, MatrixError) else layer)
-        attempt, retry = attempts.get(cell, 0) + 1, getattr(options, "retry_failed", False)
-        known = axes.known_of(cell)
-        jobs.append(Job(cell, both or reason, tests, environments, attempt, tuple(options.pytest), known, retry))
+        attempt, known = attempts.get(cell, 0) + 1, axes.known_of(cell)
+        more = {"retry": getattr(options, "retry_failed", False), "fork": not getattr(options, "no_fork", True)}
+        jobs.append(Job(cell, both or reason, tests, environments, attempt, tuple(options.pytest), known, **more))
     try:
         environments.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:

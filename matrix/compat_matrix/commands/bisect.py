@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         run = new_run(options, store, axes, [], label=f"bisect {what}", partial=True)
 
         def ask(value: str) -> Answer:
-            executor = runner.Local(1, gpus.visible(), fork=False)
+            executor = runner.Local(1, gpus.visible())
             with Progress(1, 1, Console(stderr=True)) as progress:
                 runner.execute(run, [jobs[value]], store, executor, progress)
             result = store.result(run, cells[value])

@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
         style = "bold red" if answer.bad else "green" if answer.verdict == "passed" else "yellow"
         verdict, *evidence = matrix_client.describe(answer)
         tables.print_text(console, f"\n{verdict}", style)
-        for line in [*evidence, *matrix_client.shims_of(answer)]:
+        for line in evidence:
             tables.print_text(console, line)
     if not report.ok:
         tables.print_text(console, "This environment is known to be bad: see above.", "bold red")

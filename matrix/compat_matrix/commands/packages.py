@@ -31,18 +31,18 @@ def pin(options: argparse.Namespace) -> int:
 def fetch(options: argparse.Namespace) -> int:
     """Fill the folder and print its size; returns the exit code."""
     axes = load(options.axes)
-    found = wheelhouse.fetch(
+    cells = axes.select(options.only, options.cells, options.pairwise, options.shard)
+    files = wheelhouse.fetch(
         axes,
-        axes.select(options.only, options.cells, options.pairwise, options.shard),
+        cells,
         options.folder,
         pin_folder=axes.pins,
         latest=options.latest,
         without_torch=options.without_torch,
         runner=options.with_runner,
-        note=lambda text: print(text, file=sys.stderr),
     )
-    size = sum(file.size for file in found.files.values()) / 1e6
-    counts = f"{plural(len(found.cells), 'cell')}, {plural(len(found.files), 'file')}"
+    size = sum(file.stat().st_size for file in files) / 1e6
+    counts = f"{plural(len(cells), 'cell')}, {plural(len(files), 'file')}"
     print(f"{options.folder}: {counts}, {size:.1f} MB")
     if options.parts is not None:
         try:
