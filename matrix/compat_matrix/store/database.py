@@ -17,8 +17,7 @@ from . import inserts
 from .models import CELL
 
 #: The revisions in ``migrations/versions``: that of 0.1.0 and 0.2.0, and the last one.
-REVISIONS = ("0004", "0009")
-HEAD = REVISIONS[-1]
+REVISIONS = ("0004", HEAD := "0009")
 
 #: The table with a database's revision. Not alembic's default name, which others may use in the same database.
 VERSIONS = "kernel_compat_matrix_schema"
@@ -30,6 +29,8 @@ def explained(name: str) -> Iterator[None]:
     try:
         yield
     except MatrixError as error:
+        if type(error) is not MatrixError:  # it says enough
+            raise
         raise MatrixError(f"the store {name}: {error}") from error.__cause__
     except IntegrityError:
         raise  # the caller handles it: a name is taken
@@ -73,10 +74,8 @@ def connect(url: URL, *, create: bool) -> Engine:
             raise MatrixError(f"the folder of the store can't be made: {error}") from error
     elif is_file and not path.exists():
         raise MatrixError("it doesn't exist")
-    # A connection for each thread of a service. Errors are logged, and parameters may be secrets.
-    pool: dict[str, Any] = {"pool_size": 10, "max_overflow": 40, "pool_pre_ping": True, "hide_parameters": True}
-    try:
-        engine = create_engine(url, **pool)
+    try:  # A connection for each thread of a service. Errors are logged, and parameters may be secrets.
+        engine = create_engine(url, pool_size=10, max_overflow=40, pool_pre_ping=True, hide_parameters=True)
     except (NoSuchModuleError, ModuleNotFoundError) as error:
         hint = ": install kernel-compat-matrix[postgres]" if "psycopg" in str(error) else ""
         raise MatrixError(f"its driver is not installed ({error}){hint}") from error
@@ -98,9 +97,9 @@ def _begin(connection: Connection) -> None:
 
 
 def writing(engine: Engine) -> Engine:
-    """The engine for writing transactions. SQLite's take their lock at the start, and wait for it.
+    """The engine for writing transactions.
 
-    A SQLite transaction that takes the lock after a read fails if another process has written meanwhile.
+    SQLite's take their lock at the start: one that takes it after a read fails if another process has written meanwhile.
     """
     return engine.execution_options(begin="BEGIN IMMEDIATE")
 
@@ -117,11 +116,7 @@ def set_journal(engine: Engine, mode: str) -> None:
 
 
 def migrate(engine: Engine, *, create: bool) -> None:
-    """Create or migrate the schema of a database.
-
-    Raises:
-        MatrixError: there is no schema and `create` is false; it is from another version; or the tables aren't a store's.
-    """
+    """Create or migrate the schema of a database. Errors are those of `Store.open`."""
     with engine.connect() as connection:
         found = revision(connection)
     if found is None and not create:

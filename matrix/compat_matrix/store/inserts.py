@@ -8,14 +8,13 @@ from collections.abc import Collection, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any, get_args
 
-from sqlalchemy import Column, Connection, and_, delete, func, insert, literal, select, update
+from sqlalchemy import Column, Connection, and_, delete, func, insert, select
 
-from .. import versions
 from ..cells import AXES, Cell
 from ..errors import MatrixError
-from ..results import ENDED, CellResult, Outcome
+from ..results import CellResult, Outcome
 from .models import CELL, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, SUBMISSION, TEST, TEXT
-from .queries import NEWEST_FIRST, RUN_FIELDS, cell_of, chunks, environment_of, first, texts_of
+from .queries import NEWEST_FIRST, RUN_FIELDS, VERSION_FIELDS, chunks, exact_versions, first
 from .records import Run, options_of
 
 #: The id (arbitrary) of the lock of `lock`.
@@ -92,7 +91,8 @@ def plan(connection: Connection, run: int, cells: Iterable[Cell], excluded: Mapp
     ]
     if rows:
         connection.execute(PLANNED.insert(), rows)
-        _plan_newest(connection, run)
+        have_results = {*connection.scalars(select(NEWEST.c.cell_id).where(NEWEST.c.result_id.is_not(None)))}
+        refresh_newest(connection, [keys[one.name] for one in new if keys[one.name] not in have_results])
     return bool(rows)
 
 
@@ -112,9 +112,8 @@ def add_result(connection: Connection, run: int, found: CellResult) -> None:
     """Insert a result, unless the run has that attempt at the cell already."""
     lock(connection)
     cell = _cell_keys(connection, [found.cell])[found.cell.name]
-    own = and_(RESULT.c.run_id == run, RESULT.c.cell_id == cell)
-    attempts = {*connection.scalars(select(RESULT.c.attempt).where(own))}
-    if found.attempt in attempts:
+    same = (RESULT.c.run_id == run, RESULT.c.cell_id == cell, RESULT.c.attempt == found.attempt)
+    if connection.scalar(select(RESULT.c.id).where(*same)):
         return
     if connection.scalar(select(PLANNED.c.position).where(PLANNED.c.run_id == run, PLANNED.c.cell_id == cell)) is None:
         plan(connection, run, [found.cell], {})
@@ -154,47 +153,22 @@ def add_result(connection: Connection, run: int, found: CellResult) -> None:
     for table, rows in ((TEST, tests), (FIGURE, figures), (LOG, logs)):
         if rows:  # with RETURNING it is one statement on PostgreSQL instead of one a row
             connection.execute(table.insert().returning(table.c.result_id), rows)
-    if _is_partial(connection, run):
-        return
-    if found.verdict in ENDED and found.attempt > max(attempts, default=0):  # the newest: it was received last
-        exact = json.dumps(versions.exact(found.cell, found.environment, found.pins))
-        values = {"run_id": run, "result_id": result, "versions": exact}
-        connection.execute(update(NEWEST).where(NEWEST.c.cell_id == cell).values(values))
-    else:
-        refresh_newest(connection, [cell])
+    refresh_newest(connection, [cell])
 
 
 def refresh_newest(connection: Connection, cells: Iterable[int]) -> None:
     """Find the newest result of these cells among all: it takes milliseconds for a cell with hundreds."""
-    keys_of = (CELL.c.id, RUN.c.id, RESULT.c.id, RESULT.c.environment_id, RESULT.c.pins_id)
+    keys = (PLANNED.c.cell_id, PLANNED.c.run_id, RESULT.c.id.label("result_id"))
     for some in chunks(cells):
         connection.execute(delete(NEWEST).where(NEWEST.c.cell_id.in_(some)))
         whole = and_(RUN.c.partial.is_(False), PLANNED.c.cell_id.in_(some))
-        rows = connection.execute(first(*keys_of, where=whole)).all()
-        texts = texts_of(connection, (key for row in rows for key in row[-2:]))
-        newest = []
-        for row in rows:
-            cell, run, result, environment, pins = row[-len(keys_of) :]
-            found = versions.exact(cell_of(row), environment_of(texts.get(environment)), texts.get(pins, ""))
-            exact = json.dumps(found if result else {})
-            newest.append({"cell_id": cell, "run_id": run, "result_id": result, "versions": exact})
+        rows = connection.execute(first(*keys, *VERSION_FIELDS, where=whole)).all()
+        newest = [
+            {**{key.name: getattr(row, key.name) for key in keys}, "versions": json.dumps(exact)}
+            for row, exact in zip(rows, exact_versions(connection, rows), strict=True)
+        ]
         if newest:
             connection.execute(NEWEST.insert(), newest)
-
-
-def _plan_newest(connection: Connection, run: int) -> None:
-    """A run has planned cells: of those without a result it has the newest plan, unless a newer run has planned them."""
-    if _is_partial(connection, run):
-        return
-    planned = select(PLANNED.c.cell_id).where(PLANNED.c.run_id == run)
-    older = (NEWEST.c.result_id.is_(None), NEWEST.c.run_id < run, NEWEST.c.cell_id.in_(planned))
-    connection.execute(update(NEWEST).where(*older).values(run_id=run))
-    rows = planned.add_columns(literal(run), literal("{}")).where(PLANNED.c.cell_id.not_in(select(NEWEST.c.cell_id)))
-    connection.execute(NEWEST.insert().from_select(["cell_id", "run_id", "versions"], rows))
-
-
-def _is_partial(connection: Connection, run: int) -> bool:
-    return bool(connection.scalar(select(RUN.c.partial).where(RUN.c.id == run)))
 
 
 def _kept(text: str) -> str:

@@ -96,7 +96,7 @@ def unpack(content: bytes) -> str:
 
 
 #: The types of columns by those of SQLite. Other columns have the types that they have there.
-_TYPES: dict[str, type[TypeDecorator[Any]]] = {"DATETIME": Utc, "TEXT": Plain, "BLOB": Packed}
+_TYPES: dict[str, TypeDecorator[Any]] = {"DATETIME": Utc(), "TEXT": Plain(), "BLOB": Packed()}
 
 
 def _reflected() -> MetaData:
@@ -104,8 +104,7 @@ def _reflected() -> MetaData:
 
     @event.listens_for(found, "column_reflect")
     def typed(_: Inspector, __: Table, column: dict[str, Any]) -> None:
-        if kind := _TYPES.get(str(column["type"])):
-            column["type"] = kind()
+        column["type"] = _TYPES.get(str(column["type"]), column["type"])
 
     with create_engine("sqlite://", poolclass=NullPool).connect() as connection:
         for path in sorted(Path(__file__).parent.glob("migrations/versions/*.sql")):

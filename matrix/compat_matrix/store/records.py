@@ -11,11 +11,10 @@ from typing import Annotated, Literal, NamedTuple, get_args
 from pydantic import Field
 
 from ..cells import Cell
-from ..results import ENDED, Figure, Kind, Outcome, Verdict
+from ..results import Figure, Kind, Outcome, Verdict
 
 #: The state of a cell in a run: its verdict, or why it has none. ``excluded``: the axes exclude it.
 State = Literal["passed", "flaky", "known", "failed", "not run", "unfinished", "excluded"]
-
 
 #: The limits hold for runs from elsewhere: `foreign` checks them.
 _Line = Annotated[str, Field(max_length=100_000)]
@@ -64,9 +63,7 @@ class Run(NamedTuple):
 class Summary(NamedTuple):
     """A cell in a run, without its tests and its log. If it has no verdict, only `reason` is meaningful.
 
-    Attributes:
-        attempt: the number of its latest attempt in this run, from 1; 0 without a result.
-        seconds: the duration of that attempt.
+    The last fields count its tests by outcome.
     """
 
     verdict: Verdict | None = None
@@ -89,11 +86,6 @@ class Summary(NamedTuple):
     def state(self) -> State:
         """The verdict; without one, ``excluded`` or ``unfinished``."""
         return self.verdict or ("excluded" if self.excluded else "unfinished")
-
-    @property
-    def rank(self) -> int:
-        """0 if its tests decided, 1 if the machine lacked something, 2 without a result. A lower one counts for more."""
-        return 0 if self.verdict in ENDED else 1 if self.verdict else 2
 
     @property
     def counts(self) -> Mapping[Outcome, int]:

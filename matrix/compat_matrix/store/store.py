@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Select, and_, case, false, func, or_, select, text, true, update
+from sqlalchemy import Connection, Engine, Select, and_, case, func, select, text, true, update
 
 from ..cells import Cell
 from ..errors import MatrixError
@@ -138,7 +138,7 @@ class Store:
 
     def runs(self) -> list[Run]:
         """All runs, newest first."""
-        return self._runs("")
+        return self._runs()
 
     def resolve(self, text: str) -> str:
         """The id of a run by its id, its label, the beginning of its id, ``latest``, or ``latest~1`` for the one before.
@@ -159,31 +159,30 @@ class Store:
             if back < len(wholes):
                 return wholes[back]
             raise MatrixError(f"there is no {text}: the store {self.name} has {plural(len(wholes), 'run')}")
-        for same in ([r for r in known if r.id == text], [r for r in known if text and r.label == text]):
-            if same:
-                return same[0].whole
-        begin = [*dict.fromkeys(one.whole for one in known if text and one.id.startswith(text))]
-        if len(begin) == 1:
-            return begin[0]
-        if begin:
-            raise MatrixError(f"{len(begin)} runs begin with {text!r}: {_some(begin)}")
-        raise MatrixError(f"no run is called {text!r}; there are {_some([one.id for one in known])}")
+        named = [one for one in known if one.id == text] or [one for one in known if text and one.label == text][:1]
+        found = named or [one for one in known if text and one.id.startswith(text)]
+        wholes = [*dict.fromkeys(one.whole for one in found)]
+        if len(wholes) == 1:
+            return wholes[0]
+        some = ", ".join([one.id for one in found or known][:5])
+        if found:
+            raise MatrixError(f"{len(wholes)} runs begin with {text!r}, such as {some}")
+        raise MatrixError(f"no run is called {text!r}; there are {some}{', and others' * (len(known) > 5)}")
 
     def parts(self, run: str) -> list[Run]:
         """The parts of a run, in the order received; only the run itself if it has no others."""
-        return self._runs(run, queries.of_run(run))[::-1]
+        return self._runs(queries.of_run(self.run(run).id))[::-1]
 
     def run(self, run: str) -> Run:
         """A run by its id: this part of it."""
-        return self._runs(run, RUN.c.name == run)[0]
+        with self.reading() as connection:
+            key = inserts.key(connection, run)
+        return self._runs(RUN.c.id == key)[0]
 
-    def _runs(self, name: str, *conditions: Any) -> list[Run]:
+    def _runs(self, *conditions: Any) -> list[Run]:
         query = select(*queries.RUN_FIELDS).where(*conditions).order_by(*queries.NEWEST_FIRST)
         with self.reading() as connection:
-            rows = connection.execute(query).all()
-            if conditions and not rows:
-                inserts.key(connection, name)
-        return [Run(*row) for row in rows]
+            return [Run(*row) for row in connection.execute(query)]
 
     def axes(self, run: str) -> str:
         """The text of the axes file, as passed to `new_run`."""
@@ -241,25 +240,32 @@ class Store:
 
         A run in which the cell wasn't run or was only planned counts if no other run has the cell.
         """
-        if runs is None:
-            return {one.cell: one.past for one in sorted(self.newest())}
-        with self.reading() as connection:
-            rows = connection.execute(queries.first(*queries.RUN_FIELDS, where=queries.of_run(*runs))).all()
-        return dict(sorted((queries.cell_of(row), queries.past_of(row)) for row in rows))
+        return {one.cell: one.past for one in sorted(self.newest(runs))}
 
-    def newest(self, cells: Collection[Mapping[str, str]] = ({},)) -> list[Newest]:
-        """As `current`, with the exact versions, for the cells with any of these combinations of values of axes."""
-        wanted = or_(false(), *(and_(true(), *(CELL.c[axis] == value for axis, value in one.items())) for one in cells))
+    def newest(self, runs: Collection[str] | None = None, *, cell: Cell | None = None) -> list[Newest]:
+        """As `current`, in any order, with the exact versions; only of one cell if it is given."""
+        own = true() if cell is None else CELL.c.name == cell.name
         with self.reading() as connection:
-            rows = connection.execute(queries.CURRENT.where(wanted)).all()
-            runs: dict[int, Run] = {}
-            for keys in queries.chunks({row.run_id for row in rows}):
-                query: Select[Any] = select(RUN.c.id, *queries.RUN_FIELDS).where(RUN.c.id.in_(keys))
-                runs |= {row[0]: Run(*row[1:]) for row in connection.execute(query)}
-        found = ((*queries.summary_of(row), row) for row in rows)
-        return [
-            Newest(cell, Past(runs[row.run_id], one), queries.versions_of(row.versions)) for cell, one, row in found
-        ]
+            if runs is not None:
+                more = (*queries.VERSION_FIELDS, *queries.RUN_FIELDS)
+                return queries.newest_of(connection, queries.first(*more, where=and_(queries.of_run(*runs), own)))
+            rows = connection.execute(queries.CURRENT.where(own))
+            return [
+                Newest(queries.cell_of(row), queries.past_of(row), queries.versions_of(row.versions)) for row in rows
+            ]
+
+    def in_each_environment(self, cells: Iterable[Cell]) -> list[Newest]:
+        """The newest results of each of these cells whose tests ran, one for each of its environments, in whole runs."""
+        best: Select[Any] = select(func.max(RESULT.c.id)).join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
+        best = best.where(RUN.c.partial.is_(False), queries.HAS_ENDED, queries.IS_LAST)
+        best = best.group_by(RESULT.c.cell_id, *queries.VERSION_FIELDS)
+        query = queries.summary(*queries.VERSION_FIELDS, *queries.RUN_FIELDS, every=True)
+        found: list[Newest] = []
+        with self.reading() as connection:
+            for names in queries.chunks(cell.name for cell in cells):
+                own = RESULT.c.cell_id.in_(select(CELL.c.id).where(CELL.c.name.in_(names)))
+                found += queries.newest_of(connection, query.where(RESULT.c.id.in_(best.where(own))))
+        return found
 
     def totals(self, runs: Iterable[str]) -> dict[str, Counter[State]]:
         """The number of cells in each state, for each of these runs."""
@@ -273,9 +279,12 @@ class Store:
                     totals[name][found] = count
         return totals
 
-    def unfinished(self, run: str) -> list[Cell]:
-        """The planned cells without a result, in the order planned."""
-        return [found for found, summary in self.summary(run).items() if summary.state == "unfinished"]
+    def past(self, run: str, cell: Cell, attempt: int | None = None) -> Past | None:
+        """A result of a cell in a run without its tests, chosen as by `result`; None if the run has none."""
+        query = queries.summary(*queries.RUN_FIELDS, every=True)
+        with self.reading() as connection:
+            row = connection.execute(query.where(RESULT.c.id == queries.result_key(run, cell, attempt))).one_or_none()
+        return row and queries.past_of(row)
 
     def result(self, run: str, cell: Cell, attempt: int | None = None, *, log: bool = True) -> CellResult:
         """The whole result of a cell in a run: the one that counts, or of the given attempt.
@@ -296,9 +305,9 @@ class Store:
 
     def environment(self, run: str, cell: Cell) -> dict[str, Any]:
         """The environment in the result of a cell that counts; empty if it has none."""
-        query = select(TEXT.c.content).select_from(RESULT).outerjoin(TEXT, RESULT.c.environment_id == TEXT.c.id)
+        query = select(TEXT.c.content).join(RESULT, RESULT.c.environment_id == TEXT.c.id)
         with self.reading() as connection:
-            found = connection.scalar(queries.of_cell(query, run, cell))
+            found = connection.scalar(query.where(RESULT.c.id == queries.result_key(run, cell)))
         return dict(queries.environment_of(found))
 
     def figures(self, run: str) -> dict[Cell, list[Figure]]:
@@ -459,7 +468,3 @@ def _failed_once(connection: Connection, pairs: Iterable[tuple[int, int]]) -> di
                 if row.nodeid_id in once[row.result_id]:
                     found.setdefault(queries.cell_of(row), []).append(row.name)
     return {cell: sorted(tests) for cell, tests in found.items()}
-
-
-def _some(ids: Sequence[str]) -> str:
-    return ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")

@@ -12,7 +12,7 @@ from typing import Any
 from packaging.utils import canonicalize_name
 from rich.text import Text
 
-from ..cells import AXES, Cell, parse
+from ..cells import Cell, parse
 from ..errors import MatrixError
 from ..results import CellResult, Test
 from ..store import Measured, Past, Store
@@ -45,8 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def plan_of(store: Store, cell: Cell) -> Past | None:
     """The newest result of a cell in whole runs, or else its newest plan."""
-    axes = {axis: getattr(cell, axis) for axis in AXES} | {"extra": cell.own}
-    return next((one.past for one in store.newest([axes])), None)
+    return next((one.past for one in store.newest(cell=cell)), None)
 
 
 def past_of(store: Store, cell: Cell, run: str = "", attempt: int | None = None) -> Past | None:
@@ -62,12 +61,7 @@ def past_of(store: Store, cell: Cell, run: str = "", attempt: int | None = None)
         if not some:
             return None
         run = some[0].run.id
-    own = store.history(cell, run=run)
-    if attempt is None:
-        latest = {past.run.id: past for past in reversed(own)}
-        return min(reversed(latest.values()), key=lambda past: past.summary.rank, default=None)
-    own = [past for past in own if past.summary.attempt == attempt]
-    return next((past for past in own if past.run.id == run), next(iter(own), None))
+    return store.past(run, cell, attempt)
 
 
 def _without(store: Store, cell: Cell) -> Iterator[Text]:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
-from sqlalchemy import Select, func, select
 
 from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, WORD, Cell
 from ..errors import MatrixError
 from ..results import FINE
 from ..store import Newest, Store
-from ..store import queries as stored
-from ..store.models import CELL, RESULT, RUN
-from ..versions import checked, exact, parsed, related, release, same
+from ..versions import checked, parsed, related, release, same
 from .explain import shims
 from .facts import CellState, Model, NamedCell, Shim, Text
 
@@ -218,7 +215,7 @@ def judge(store: Store, asked: Mapping[str, str], newest: Iterable[Newest] | Non
     ended = [one for one in alike if one.ended]
     fit = [one for one in ended if _fits(one, asked)]
     if ended and not fit:  # a result from before a newer patch came out also counts
-        earlier = map(Tested.newest, _earlier(store, [one.cell for one in ended]))
+        earlier = map(Tested.newest, store.in_each_environment(one.cell for one in ended))
         fit = [one for one in earlier if _fits(one, asked)]
     refusals = Counter(one.reason for one in alike if one.verdict == "refused")
     refused = bool(alike) and len(alike) == refusals.total()
@@ -256,17 +253,6 @@ def answer(store: Store, asked: Mapping[str, str], limit: int = 5) -> Answer:
     )
 
 
-def newest(store: Store, runs: Collection[str] | None = None) -> list[Newest]:
-    """The newest result of every cell, sorted, of all whole runs or of these runs."""
-    if runs is None:
-        return sorted(store.newest())
-    found = []
-    for cell, past in store.current(runs).items():
-        result = store.result(past.run.id, cell, past.summary.attempt, log=False) if past.summary.verdict else None
-        found.append(Newest(cell, past, exact(cell, result.environment, result.pins) if result else {}))
-    return found
-
-
 def in_order(asked: Collection[str]) -> list[str]:
     """These axes in the order of `ORDER`, with own axes."""
     own = sorted(axis for axis in asked if axis not in ORDER)
@@ -293,26 +279,6 @@ def _verdict(found: Newest) -> tuple[Verdict, str]:
         return "refused", summary.reason
     word = "was not run" if summary.state == "not run" else "has no result yet"
     return "unknown", f"{found.cell} {word} in {run.id}{f': {summary.reason}' if summary.reason else ''}"
-
-
-def _earlier(store: Store, cells: Sequence[Cell]) -> list[Newest]:
-    """The newest result of each of these cells in each of its environments, in whole runs."""
-    origin = (RESULT.c.environment_id, RESULT.c.pins_id)
-    best: Select[Any] = select(func.max(RESULT.c.id)).join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
-    best = best.where(RUN.c.partial.is_(False), stored.HAS_ENDED, stored.IS_LAST)
-    rows: list[Any] = []
-    with store.reading() as connection:
-        for names in stored.chunks(cell.name for cell in cells):
-            keys = best.where(RESULT.c.cell_id.in_(select(CELL.c.id).where(CELL.c.name.in_(names))))
-            newest = RESULT.c.id.in_(keys.group_by(RESULT.c.cell_id, *origin))
-            rows += connection.execute(stored.summary(*origin, *stored.RUN_FIELDS, every=True).where(newest)).all()
-        texts = stored.texts_of(connection, (key for row in rows for key in row[stored.SUMMARY : stored.SUMMARY + 2]))
-    found = []
-    for row in rows:
-        cell, (environment, pins) = stored.cell_of(row), row[stored.SUMMARY : stored.SUMMARY + 2]
-        versions = exact(cell, stored.environment_of(texts.get(environment)), texts.get(pins, ""))
-        found.append(Newest(cell, stored.past_of(row), versions))
-    return found
 
 
 def _last_of_each(found: Iterable[Tested]) -> Iterable[Tested]:
