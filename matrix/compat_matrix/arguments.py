@@ -206,8 +206,7 @@ COMMANDS = {
         {
             "cell": option("the name of a cell, such as py311-tf5.23-torch2.15-fa4-cuda", metavar="CELL"),
             "--run": option("the result in this run (default: the newest result)", dest="chosen", metavar="RUN"),
-            "--full": flag("show whole messages, every package, and the log"),
-            "--pins": flag("show the requirement files that it was installed from"),
+            "--full": flag("show whole messages, every package, the pins, and the log"),
             **STORE,
         },
     ),

@@ -41,11 +41,7 @@ def explained(name: str) -> Iterator[None]:
 
 
 def parse(store: str) -> URL:
-    """The URL of a store; a plain path is a SQLite file.
-
-    Raises:
-        MatrixError: it isn't a valid URL, or has no file.
-    """
+    """The URL of a store; a plain path is a SQLite file. A `MatrixError` if it isn't valid, or has no file."""
     if not store:
         raise MatrixError("the name of a store can't be empty")
     if "://" not in store:
@@ -60,11 +56,7 @@ def parse(store: str) -> URL:
 
 
 def connect(url: URL, *, create: bool) -> Engine:
-    """An engine for a database, without looking at its contents. SQLite creates the file at the first write.
-
-    Raises:
-        MatrixError: its driver is missing; or the file or folder doesn't exist and `create` is false.
-    """
+    """An engine for a database, without looking at its contents. SQLite creates the file at the first write."""
     path = Path(url.database or "")
     is_file = url.get_backend_name() == "sqlite" and not str(path).startswith("file:")
     if is_file and create:
@@ -130,16 +122,11 @@ def migrate(engine: Engine, *, create: bool) -> None:
 
 
 def revision(connection: Connection) -> str | None:
-    """The revision of a database; None for one without tables.
-
-    Raises:
-        MatrixError: it has tables that aren't a store's.
-    """
+    """The revision of a database; None for one without tables. A `MatrixError` if these aren't a store's."""
     tables = inspect(connection).get_table_names()
-    if VERSIONS in tables:
-        found = connection.execute(text(f"SELECT version_num FROM {VERSIONS}")).scalar()
-        if isinstance(found, str):
-            return found
+    found = connection.scalar(text(f"SELECT version_num FROM {VERSIONS}")) if VERSIONS in tables else None
+    if isinstance(found, str):
+        return found
     if tables:
         some = ", ".join(sorted(tables)[:3])
         raise MatrixError(f"this isn't a store of kernel-compat-matrix: it has other tables ({some})")
@@ -147,11 +134,7 @@ def revision(connection: Connection) -> str | None:
 
 
 def upgrade(connection: Connection, to: str = HEAD) -> str | None:
-    """Migrate a database to a revision, in the caller's transaction; returns the revision that it had.
-
-    Raises:
-        MatrixError: its revision is unknown to this version.
-    """
+    """Migrate a database to a revision, in the caller's transaction; returns the revision that it had."""
     from alembic import command  # its import takes longer than opening a store that needs no migration
     from alembic.config import Config
 

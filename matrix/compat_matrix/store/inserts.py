@@ -31,11 +31,7 @@ def lock(connection: Connection) -> None:
 
 
 def key(connection: Connection, name: str) -> int:
-    """The key of a run.
-
-    Raises:
-        MatrixError: there is no run of that name.
-    """
+    """The key of a run. A `MatrixError` if there is none of that name."""
     found: int | None = connection.scalar(select(RUN.c.id).where(RUN.c.name == name))
     if found is None:
         raise MatrixError(f"it has no run {name!r}")
@@ -97,12 +93,7 @@ def plan(connection: Connection, run: int, cells: Iterable[Cell], excluded: Mapp
 
 
 def submit(connection: Connection, run: int, suite: str, fingerprint: str, again: Mapping[Cell, int]) -> None:
-    """Let a run wait for a service.
-
-    Args:
-        fingerprint: the state of the project that it tests.
-        again: the cells to repeat, with their attempts so far; its unfinished cells are run in any case.
-    """
+    """Let a run wait for a service, which runs its unfinished cells and repeats those in `again`, with their attempts so far."""
     repeated = json.dumps({cell.name: attempts for cell, attempts in again.items()})
     row = {"run_id": run, "suite": suite, "fingerprint": fingerprint, "again": repeated}
     connection.execute(SUBMISSION.insert(), {**row, "host": "", "running": "{}", "tries": 0, "reason": ""})
@@ -133,22 +124,12 @@ def add_result(connection: Connection, run: int, found: CellResult) -> None:
         **Counter(one.outcome for one in found.tests),
     }
     result: int = connection.scalars(RESULT.insert().returning(RESULT.c.id), row).one()
-    tests = [
-        {
-            "result_id": result,
-            "position": position,
-            "nodeid_id": nodeids[one.nodeid],
-            "outcome": one.outcome,
-            "seconds": one.seconds,
-            "message_id": texts.get(message),
-        }
-        for position, (one, message) in enumerate(zip(found.tests, messages, strict=True))
-    ]
-    figures = [
-        {"result_id": result, "nodeid_id": nodeids[one.nodeid], **figure._asdict()}
-        for one in found.tests
-        for figure in one.figures
-    ]
+    tests, figures = list[dict[str, Any]](), list[dict[str, Any]]()
+    for position, (one, message) in enumerate(zip(found.tests, messages, strict=True)):
+        of_test = {"result_id": result, "nodeid_id": nodeids[one.nodeid]}
+        own = {"outcome": one.outcome, "seconds": one.seconds, "message_id": texts.get(message)}
+        tests.append({**of_test, "position": position, **own})
+        figures += ({**of_test, **figure._asdict()} for figure in one.figures)
     logs = [{"result_id": result, "content": _kept(found.log)}] if found.log else []
     for table, rows in ((TEST, tests), (FIGURE, figures), (LOG, logs)):
         if rows:  # with RETURNING it is one statement on PostgreSQL instead of one a row

@@ -126,13 +126,8 @@ def versions_of(text: str) -> Mapping[str, str]:
 
 
 def summary_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
-    """The cell in a row, and its summary."""
-    return _cell(*row[:_CELL]), Summary(*row[_CELL:SUMMARY])
-
-
-def brief_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
-    """As `summary_of`, for a brief query: most rows have one of a few summaries."""
-    return _cell(*row[:_CELL]), _brief(*row[_CELL:])
+    """The cell in a row, and its summary; of a brief query most rows have one of a few summaries."""
+    return _cell(*row[:_CELL]), (Summary if len(row) > _CELL + _BRIEF else _brief)(*row[_CELL:SUMMARY])
 
 
 _brief = lru_cache(1000)(Summary)
@@ -232,10 +227,10 @@ def measured(*conditions: Any) -> Select[Any]:
     return query.where(*conditions, _IS_FINITE).order_by(RUN.c.id, RESULT.c.attempt, FIGURE.c.name)
 
 
-def figure_of(row: Any) -> tuple[Cell, Figure, Run, Any]:
-    """The cell, the figure and the run in a row of `measured`, and the row."""
+def figure_of(row: Sequence[Any]) -> tuple[Run, Figure]:
+    """The run and the figure in a row of `measured`."""
     end = len(row) - len(RUN_FIELDS)
-    return cell_of(row), Figure(*row[end - len(_FIGURE_FIELDS) : end]), _run(*row[end:]), row
+    return _run(*row[end:]), Figure(*row[end - len(_FIGURE_FIELDS) : end])
 
 
 #: A store of unknown origin may have any value.

@@ -101,11 +101,9 @@ class Past(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two runs.
+    """Two runs: the cells that ended differently, and the tests of cells that failed both times which ran both times and failed once.
 
-    Attributes:
-        cells: the cells that ended differently; None if a run doesn't have the cell.
-        tests_broke, tests_mended: of the cells that failed both times, the tests that ran both times and failed once.
+    A run that doesn't have a cell has None for it.
     """
 
     cells: dict[Cell, tuple[Summary | None, Summary | None]]
@@ -114,23 +112,16 @@ class Comparison(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A figure of a cell in a run.
-
-    Attributes:
-        device: the name of the GPU or processor that the cell reported; empty if it reported none.
-    """
+    """A figure of a cell in a run, with the GPU or processor that the cell reported, if any, and the key of the result."""
 
     run: Run
     figure: Figure
     device: str
+    result: int
 
 
 class Newest(NamedTuple):
-    """The newest result or plan of a cell in whole runs.
-
-    Attributes:
-        versions: the exact versions that it was run with, by axis; empty without a result.
-    """
+    """The newest result or plan of a cell in whole runs, with the exact versions of the result by axis."""
 
     cell: Cell
     past: Past

@@ -7,7 +7,7 @@ import re
 import secrets
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,8 +31,7 @@ _MEASURED = 100
 class Store:
     """Results in a database; a context manager. Thread-safe.
 
-    Each writing method is one transaction. Every method raises `MatrixError` if the
-    database fails or has no such run.
+    Each writing method is one transaction. Every method raises `MatrixError` if the database fails or has no such run.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -191,9 +190,7 @@ class Store:
             return connection.scalar(query) or ""
 
     def summary(self, run: str, *, brief: bool = False) -> dict[Cell, Summary]:
-        """Every cell of a run, in the order planned, with the result that counts. One query.
-
-        That is a cell's latest result in a part of the run, and of several parts the newest.
+        """Every cell of a run, in the order planned, with the result that counts: the latest, and of several parts the newest.
 
         Args:
             brief: in any order, and without times, attempts and the numbers of tests that didn't fail; which is faster.
@@ -201,7 +198,7 @@ class Store:
         order = () if brief else (RUN.c.id, PLANNED.c.position)
         query = queries.summary(brief=brief).where(queries.of_run(run)).order_by(*order)
         with self.reading() as connection:
-            found = _counting(connection, query, queries.brief_of if brief else queries.summary_of)
+            found = _counting(connection, query)
             if not found:
                 inserts.key(connection, run)
         return found
@@ -284,7 +281,7 @@ class Store:
         query = queries.summary(*queries.RUN_FIELDS, every=True)
         with self.reading() as connection:
             row = connection.execute(query.where(RESULT.c.id == queries.result_key(run, cell, attempt))).one_or_none()
-        return row and queries.past_of(row)
+        return queries.past_of(row) if row else None
 
     def result(self, run: str, cell: Cell, attempt: int | None = None, *, log: bool = True) -> CellResult:
         """The whole result of a cell in a run: the one that counts, or of the given attempt.
@@ -312,14 +309,11 @@ class Store:
 
     def figures(self, run: str) -> dict[Cell, list[Figure]]:
         """The figures of a run, by cell, sorted by name: those of the results that count."""
-        found: dict[Cell, list[Figure]] = {}
+        measured = self.measured(runs=[run])
         with self.reading() as connection:
-            rows = connection.execute(queries.measured(queries.of_run(run), queries.IS_LAST)).all()
-            counting = {result for _, _, result in self._ends(connection, run).values()} if rows else set()
-        for cell, figure, _, row in map(queries.figure_of, rows):
-            if row.result_id in counting:
-                found.setdefault(cell, []).append(figure)
-        return found
+            counting = {result for _, _, result in self._ends(connection, run).values()} if measured else set()
+        found = {cell: [one.figure for one in every if one.result in counting] for cell, every in measured.items()}
+        return {cell: figures for cell, figures in found.items() if figures}
 
     def measured(self, *, cell: Cell | None = None, runs: Collection[str] = ()) -> dict[Cell, list[Measured]]:
         """Figures by cell, in the order received: those in the given runs, or of one cell in the last 100 runs that measured any."""
@@ -334,8 +328,9 @@ class Store:
             texts = queries.texts_of(connection, (row.environment_id for row in rows))
         devices = {key: str(queries.environment_of(content).get("device", "")) for key, content in texts.items()}
         found: dict[Cell, list[Measured]] = {}
-        for of, figure, run, row in map(queries.figure_of, rows):
-            found.setdefault(of, []).append(Measured(run, figure, devices.get(row.environment_id, "")))
+        for row in rows:
+            one = Measured(*queries.figure_of(row), devices.get(row.environment_id, ""), row.result_id)
+            found.setdefault(queries.cell_of(row), []).append(one)
         return found
 
     def history(self, cell: Cell, *, run: str | None = None, limit: int | None = None) -> list[Past]:
@@ -369,10 +364,8 @@ class Store:
 
     def _lacking(self, theirs: foreign.Copied) -> list[tuple[Cell, int]]:
         """The cells and attempts of the results of a run that this store lacks."""
-        query = select(*queries.CELL_FIELDS, RESULT.c.attempt).join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
-        query = query.join(RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.name == theirs.run.id)
         with self.reading() as connection:
-            here = {(queries.cell_of(row), row.attempt) for row in connection.execute(query)}
+            here = {(queries.cell_of(row), row.attempt) for row in foreign.attempts(connection, theirs.run.id)}
         return [one for one in theirs.attempts if one not in here]
 
     def _merge(self, other: Store, theirs: foreign.Copied, lacking: list[tuple[Cell, int]]) -> bool:
@@ -418,7 +411,7 @@ class Store:
             raise MatrixError(f"{target} can't be written: {error}") from error
 
     def single_file(self) -> None:
-        """Merge SQLite's write-ahead log into the file, which can then be copied, and read on read-only media."""
+        """Merge SQLite's write-ahead log into the file."""
         with database.explained(self.name):
             database.set_journal(self._engine, "DELETE")
 
@@ -435,19 +428,15 @@ class Store:
             yield connection
 
 
-def _counting(
-    connection: Connection,
-    query: Select[Any],
-    made: Callable[[Sequence[Any]], tuple[Cell, Summary]] = queries.summary_of,
-) -> dict[Cell, Summary]:
+def _counting(connection: Connection, query: Select[Any]) -> dict[Cell, Summary]:
     """The summaries that count, of the rows of `queries.summary` for one run."""
     found: dict[Cell, Summary] = {}
     number = 0
     for rows in connection.execute(query).partitions(1000):  # all at once, garbage collection would take long
-        found.update(map(made, rows))
+        found.update(map(queries.summary_of, rows))
         number += len(rows)
     if len(found) < number:  # several parts have a cell
-        found.update(map(made, connection.execute(query.order_by(None).order_by(*queries.COUNTS_LAST))))
+        found.update(map(queries.summary_of, connection.execute(query.order_by(None).order_by(*queries.COUNTS_LAST))))
     return found
 
 
