@@ -17,7 +17,8 @@ from . import inserts
 from .models import CELL
 
 #: The revisions in ``migrations/versions``: that of 0.1.0 and 0.2.0, and the last one.
-REVISIONS = ("0004", HEAD := "0009")
+REVISIONS = ("0004", "0009")
+HEAD = REVISIONS[-1]
 
 #: The table with a database's revision. Not alembic's default name, which others may use in the same database.
 VERSIONS = "kernel_compat_matrix_schema"
@@ -97,11 +98,9 @@ def writing(engine: Engine) -> Engine:
 
 
 def set_journal(engine: Engine, mode: str) -> None:
-    """Set the journal of a SQLite file, which stores it.
+    """Set the journal of a SQLite file: with ``WAL`` readers and a writer don't block each other.
 
-    Args:
-        mode: with ``WAL`` readers and a writer don't block each other; ``DELETE`` merges the write-ahead log into the file, which
-            can then be copied, and read on read-only media.
+    ``DELETE`` merges the write-ahead log into the file, which can then be copied, and read on read-only media.
     """
     with engine.execution_options(begin=None).connect() as connection:  # can't be changed within a transaction
         connection.exec_driver_sql(f"PRAGMA journal_mode = {mode}")

@@ -69,12 +69,7 @@ def of_run(*names: str) -> ColumnElement[bool]:
 
 @lru_cache(16)  # making a statement takes as long as executing it
 def summary(*more: Any, brief: bool = False, every: bool = False) -> Select[Any]:
-    """The planned cells with their latest results: the columns for `summary_of`, followed by `more`.
-
-    Args:
-        brief: without times, attempts and the numbers of tests that didn't fail.
-        every: every result instead, and no cells without one.
-    """
+    """The planned cells with their latest results, or with `every` one: the columns for `summary_of`, followed by `more`."""
     fields = _SUMMARY_FIELDS[:_BRIEF] if brief else _SUMMARY_FIELDS
     own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id, true() if every else IS_LAST)
     query = select(*CELL_FIELDS, *fields, *more).select_from(PLANNED).join(RUN, RUN.c.id == PLANNED.c.run_id)
@@ -166,12 +161,7 @@ def newest_of(connection: Connection, query: Select[Any]) -> list[Newest]:
 
 
 def result_key(run_name: str, wanted: Cell, attempt: int | None = None) -> ScalarSelect[int]:
-    """The key of one result of a cell in a run.
-
-    Args:
-        attempt: the number of the attempt; by default the result that counts. If several parts of the run have it, the
-            attempt of the part `run_name` comes first.
-    """
+    """The key of the result of a cell in a run that counts, or of an attempt: that in the part `run_name` before other parts'."""
     query = select(RESULT.c.id).join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
     query = query.where(of_run(run_name), CELL.c.name == wanted.name)
     query = query.where(IS_LAST if attempt is None else RESULT.c.attempt == attempt)

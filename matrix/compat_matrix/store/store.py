@@ -284,10 +284,9 @@ class Store:
         return queries.past_of(row) if row else None
 
     def result(self, run: str, cell: Cell, attempt: int | None = None, *, log: bool = True) -> CellResult:
-        """The whole result of a cell in a run: the one that counts, or of the given attempt.
+        """The whole result of a cell in a run: the one that counts, or of an attempt in this part of the run, or else another part.
 
         Args:
-            attempt: an attempt of the part `run`, if that part has it; else of another part.
             log: include the log, which may be large.
 
         Raises:

@@ -130,11 +130,8 @@ def blocks(
 ) -> Iterator[tuple[str, list[str], list[tuple[str, list[T | None]]]]]:
     """The tables of a grid: a title, the torch of each column, and each row's transformers with what its cells have.
 
-    Cells with the same Python, FlashAttention, device and own axes are one table.
-
-    Args:
-        exists: whether a cell with this value exists; a table of which none exists is left out.
-        first: the torch whose column comes first.
+    Cells with the same Python, FlashAttention, device and own axes are one table; it is left out if none of them `exists`. The
+    column of the torch `first` comes first.
     """
     grouped: dict[tuple[Kind, str], dict[tuple[str, str], T]] = {}
     for cell, one in cells.items():
