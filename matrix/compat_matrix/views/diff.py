@@ -107,9 +107,9 @@ def _lines(found: Changes) -> Iterator[Text]:
     for name, changes in lists.items():
         yield from common.section(f"{TITLES[name]}: {len(changes)}", (_change_line(one, width) for one in changes))
     for word, tests in (("broke", found.tests_broke), ("were mended", found.tests_mended)):
-        names: list[str | Text] = [
-            line for cell, own in tests.items() for line in (Text(f"  {cell}"), *map(common.one_line, own))
-        ]
+        names: list[str | Text] = []
+        for cell, own in tests.items():
+            names += [Text(f"  {cell}"), *map(common.one_line, own)]
         count = sum(map(len, tests.values()))
         yield from common.section(f"Tests that {word} in cells that failed both times: {count}", names)
     title = f"Figures beyond the noise of earlier runs: {len(found.figures)}"
