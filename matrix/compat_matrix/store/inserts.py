@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any, get_args
 
-from sqlalchemy import Column, Connection, and_, delete, func, insert, select
+from sqlalchemy import Column, Connection, and_, delete, func, insert, select, update
 
+from .. import versions
 from ..cells import AXES, Cell
 from ..errors import MatrixError
-from ..results import CellResult, Outcome
+from ..results import ENDED, CellResult, Outcome
 from .models import CELL, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, SUBMISSION, TEST, TEXT
 from .queries import NEWEST_FIRST, RUN_FIELDS, VERSION_FIELDS, chunks, exact_versions, first
 from .records import Run, options_of
@@ -103,8 +104,9 @@ def add_result(connection: Connection, run: int, found: CellResult) -> None:
     """Insert a result, unless the run has that attempt at the cell already."""
     lock(connection)
     cell = _cell_keys(connection, [found.cell])[found.cell.name]
-    same = (RESULT.c.run_id == run, RESULT.c.cell_id == cell, RESULT.c.attempt == found.attempt)
-    if connection.scalar(select(RESULT.c.id).where(*same)):
+    own = and_(RESULT.c.run_id == run, RESULT.c.cell_id == cell)
+    attempts = {*connection.scalars(select(RESULT.c.attempt).where(own))}
+    if found.attempt in attempts:
         return
     if connection.scalar(select(PLANNED.c.position).where(PLANNED.c.run_id == run, PLANNED.c.cell_id == cell)) is None:
         plan(connection, run, [found.cell], {})
@@ -134,7 +136,14 @@ def add_result(connection: Connection, run: int, found: CellResult) -> None:
     for table, rows in ((TEST, tests), (FIGURE, figures), (LOG, logs)):
         if rows:  # with RETURNING it is one statement on PostgreSQL instead of one a row
             connection.execute(table.insert().returning(table.c.result_id), rows)
-    refresh_newest(connection, [cell])
+    if connection.scalar(select(RUN.c.partial).where(RUN.c.id == run)):
+        return
+    if found.verdict in ENDED and found.attempt > max(attempts, default=0):  # the newest: it was received last
+        exact = json.dumps(versions.exact(found.cell, found.environment, found.pins))
+        values = {"run_id": run, "result_id": result, "versions": exact}
+        connection.execute(update(NEWEST).where(NEWEST.c.cell_id == cell).values(values))
+    else:
+        refresh_newest(connection, [cell])
 
 
 def refresh_newest(connection: Connection, cells: Iterable[int]) -> None:
