@@ -129,8 +129,8 @@ def add_result(connection: Connection, run: int, found: CellResult) -> None:
     tests, figures = list[dict[str, Any]](), list[dict[str, Any]]()
     for position, (one, message) in enumerate(zip(found.tests, messages, strict=True)):
         of_test = {"result_id": result, "nodeid_id": nodeids[one.nodeid]}
-        own = {"outcome": one.outcome, "seconds": one.seconds, "message_id": texts.get(message)}
-        tests.append({**of_test, "position": position, **own})
+        ended = {"outcome": one.outcome, "seconds": one.seconds, "message_id": texts.get(message)}
+        tests.append({**of_test, "position": position, **ended})
         figures += ({**of_test, **figure._asdict()} for figure in one.figures)
     logs = [{"result_id": result, "content": _kept(found.log)}] if found.log else []
     for table, rows in ((TEST, tests), (FIGURE, figures), (LOG, logs)):

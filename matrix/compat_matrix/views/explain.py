@@ -103,8 +103,7 @@ def _past(past: Past) -> Text:
 def _tests(found: CellResult, full: bool) -> Iterator[Text]:
     shown = [test for test in found.tests if test.bad or test.outcome in ("known", "flaky")]
     shown.sort(key=lambda test: not test.bad)
-    for kept, some in [([*_report(test)], [test]) for test in shown] if full else alike(shown):
-        first, *others = some
+    for kept, (first, *others) in [(_report(test), [test]) for test in shown] if full else alike(shown):
         title = common.one_line(first.nodeid, 1000) + ("" if first.bad else f" ({first.outcome})")
         more = f"and {plural(len(others), 'more test')} with the same error" if others else ""
         yield from (Text(), Text(title, common.STYLES[first.outcome]), *([Text(f"    {more}")] if more else ()))
