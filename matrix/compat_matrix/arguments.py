@@ -103,8 +103,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--run:one": option("the result in this run (default: the newest result)", "RUN", dest="chosen"),
     "--run:some": option("only results of this run (repeatable)", "RUN", dest="runs", action="append"),
     "--figure": option("show a figure that tests recorded, instead of the states", "NAME"),
-    "--full": flag("show whole messages, every package, and the log"),
-    "--pins": flag("show the requirement files that it was installed from"),
+    "--full": flag("show whole messages, every package, the pins, and the log"),
     "--json": flag("print JSON"),
     "folder": option("the folder to write, or to complete", "DIR", type=Path),
     "path": option("the file to write", "PATH", type=Path),
@@ -167,7 +166,7 @@ COMMANDS = {
     "explain": Command(
         "views.explain:run",
         "show everything that is stored about one cell",
-        "cell --run:one --full --pins --store",
+        "cell --run:one --full --store",
     ),
     "diff": Command("views.diff:run", "show which cells broke or recovered between two runs", "old new --json --store"),
     "report": Command("pages.report:run", "write a static site", "folder --axes --run:some --store"),

@@ -15,7 +15,6 @@ from ..errors import MatrixError
 from ..store import Newest, Store
 from ..views import architectures, common
 from ..views.verdicts import ORDER, Tested, in_order
-from ..views.verdicts import newest as newest_of
 from . import ask, grid, runs, seams
 from . import cell as cell_page
 from .links import Links, file_name, static_files
@@ -92,7 +91,7 @@ class _Report:
 
     def __init__(self, store: Store, names: Sequence[str] | None, project: str) -> None:
         self.store, self.project, self.address = store, project, Links()
-        self.newest = newest_of(store, names)
+        self.newest = sorted(store.newest(names))
         self.runs = [one for one in store.runs() if (not one.partial if names is None else one.whole in names)]
         self.compared = runs.last_two(store, self.runs)
         self.seams = seams.values(store)
