@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -15,11 +15,12 @@ from starlette.exceptions import HTTPException
 from ..axes import Axes
 from ..cells import Cell, parse_own
 from ..errors import MatrixError
-from ..pages import ask
+from ..pages import ask, logs
 from ..pages.render import project_name
-from ..store import Run, Store
+from ..store import Past, Run, Store
 from ..store import queries as stored
 from ..store.models import CELL, DOCUMENT, NEWEST, PLANNED, RESULT, RUN, SUBMISSION
+from ..views import explain
 from ..views.common import one_line
 from .submission import Queue
 
@@ -31,7 +32,7 @@ class Site:
     """The data of a service.
 
     Args:
-        axes: the axes whose cells can be run, if there are any.
+        axes: the axes whose cells are shown, if there are any.
 
     Attributes:
         served: every combination of the axes, with the reason if it is excluded.
@@ -57,12 +58,13 @@ class Site:
         Raises:
             HTTPException: 404.
         """
-        for find in (str, self.store.resolve):
-            try:
-                return self.store.run(find(name))
-            except MatrixError as error:
-                if error.__cause__ is not None:
-                    raise
+        if found := self.runs(1, name=name):
+            return found[0]
+        try:
+            return self.store.run(self.store.resolve(name))
+        except MatrixError as error:
+            if error.__cause__ is not None:  # the database doesn't answer
+                raise
         said = f"There is no run {one_line(name, 100)!r}: a run has an id, a label, or is latest or latest~1."
         raise HTTPException(404, said)
 
@@ -78,6 +80,28 @@ class Site:
         if cell is None:
             raise HTTPException(404, f"There is no cell {one_line(name, 200)!r}: no run has planned it.")
         return cell
+
+    def result(self, cell: Cell, run: str = "", attempt: int | None = None) -> Past:
+        """A result of a cell, as `explain.past_of` finds it.
+
+        Raises:
+            HTTPException: 404.
+        """
+        past = explain.past_of(self.store, cell, self.run(run).id if run else "", attempt)
+        if past is None:
+            raise HTTPException(404, f"There is no such result of {cell}.")
+        return past
+
+    def log(self, cell: Cell, past: Past) -> Iterator[bytes]:
+        """The log of a result as text, in pieces.
+
+        Raises:
+            HTTPException: 404.
+        """
+        packed = logs.packed_log(self.store, past.run.id, cell, past.summary.attempt)
+        if packed is None:
+            raise HTTPException(404, f"{cell} has no log in {past.run.id}.")
+        return logs.plain(packed)
 
     def own_axes(self) -> dict[str, str]:
         """The project's own axes, each with one of its values."""
