@@ -60,10 +60,7 @@ CLOSENESS: Mapping[Closeness, str] = {
 
 
 def read(given: Iterable[tuple[str, str]], own: Iterable[str] = ()) -> dict[str, str]:
-    """Every filter with its value in the parameters of an address; an empty one stands for the default.
-
-    Args:
-        own: the project's own axes.
+    """Every filter, those of a project's own axes included, with its value in an address; an empty one stands for the default.
 
     Raises:
         MatrixError: a parameter is unknown or repeated, or a state or an expression is invalid.
@@ -95,11 +92,7 @@ def fields(own: Mapping[str, str] = {}) -> dict[str, tuple[str, str, str]]:
 
 
 def asked(filters: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """The combination in the parameters of the form.
-
-    Raises:
-        MatrixError: an axis never has such a value.
-    """
+    """The combination in the parameters of the form."""
     return wanted({axis: filters[name] or None for axis, (name, *_) in fields(own).items()})
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from ..cells import AXES, Cell
 from ..errors import MatrixError
@@ -18,6 +18,8 @@ _SHORT = {"none": "no FA", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "torch": "t
 #: A FlashAttention, a device and a Python: the cells that share them are one table for each of their values of own axes.
 Facet = tuple[str, str, str]
 Filters = Mapping[str, str]
+
+T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -134,28 +136,26 @@ def choose(filters: Filters, entries: Mapping[Cell, Entry]) -> tuple[set[Facet],
     pythons = common.by_version(one[2] for one in own & exist)[::-1]
     newest = [one for one in pythons if one in {key[2] for key in own & tested}] or pythons
     some = pythons if python == ALL else [python] if python else newest[:1]
-    bad_kernels, bad_pythons = Counter(one[:2] for one in bad), Counter(one[2] for one in bad if one in own)
-    kernel_tabs = [
-        Tab(
+    kernel_tabs = {
+        one: (
             f"{_SHORT.get(one[0], one[0])} · {common.DEVICES.get(one[1], one[1])}",
             {**filters, "flash_attention": one[0], "device": one[1], "python": ""},
-            chosen == [one],
-            bad_kernels[one],
         )
         for one in kernels
-    ]
-    python_tabs = [Tab(one, {**filters, "python": one}, some == [one], bad_pythons[one]) for one in pythons]
+    }
+    python_tabs = {one: (one, {**filters, "python": one}) for one in pythons}
     all_kernels, all_pythons = {**filters, "flash_attention": ALL, "device": ""}, {**filters, "python": ALL}
     tabs = {
-        "FlashAttention and device": _with_all(kernel_tabs, all_kernels, len(chosen)),
-        "Python": _with_all(python_tabs, all_pythons, len(some)),
+        "FlashAttention and device": _tabs(kernel_tabs, all_kernels, chosen, Counter(one[:2] for one in bad)),
+        "Python": _tabs(python_tabs, all_pythons, some, Counter(one[2] for one in bad if one in own)),
     }
     return {one for one in own if one[2] in some}, tabs
 
 
-def _with_all(tabs: list[Tab], filters: Filters, chosen: int) -> list[Tab]:
-    every = Tab("all", filters, chosen == len(tabs), sum(one.bad for one in tabs))
-    return [*tabs, every] if len(tabs) > 1 else tabs
+def _tabs(values: Mapping[T, tuple[str, Filters]], every: Filters, chosen: Sequence[T], bad: Counter[T]) -> list[Tab]:
+    """A tab for each value, with its name and its filters, and one for all."""
+    tabs = [Tab(name, filters, [*chosen] == [value], bad[value]) for value, (name, filters) in values.items()]
+    return [*tabs, Tab("all", every, len(chosen) == len(tabs), bad.total())] if len(tabs) > 1 else tabs
 
 
 def _check(name: str, value: str, values: Iterable[str]) -> None:

@@ -43,19 +43,15 @@ class _Page(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the site and print the path of its first page; returns the exit code."""
-    project = project_name(load(arguments.axes)) if arguments.axes else _project_here()
+    project = NAME
+    with suppress(*([] if arguments.axes else [MatrixError])):  # a report needs no axes file
+        if path := arguments.axes or axes_in(Path()):
+            project = project_name(load(path))
     with common.open_store(arguments.store) as store:
         names = arguments.runs and [store.resolve(name) for name in arguments.runs]
         write(store, arguments.folder, names, project)
     print(Path(arguments.folder, "index.html"))
     return 0
-
-
-def _project_here() -> str:
-    """The name of the project whose axes file is in this folder, if there is one that can be read."""
-    with suppress(MatrixError):
-        return project_name(load(path)) if (path := axes_in(Path())) else NAME
-    return NAME
 
 
 def write(store: Store, folder: Path, runs: Sequence[str] | None = None, project: str = NAME) -> None:
@@ -189,8 +185,6 @@ def _tested(one: Tested, links: Links) -> Mapping[str, object]:
     }
     if not one.ended:
         return found
-    return found | {
-        "began": one.started and one.started.isoformat(),
-        "exact": {axis: one[axis] for axis in (*ORDER, *one.extra)},
-        "html": render("evidence.html", links, "", one=one),
-    }
+    exact = {axis: one[axis] for axis in (*ORDER, *one.extra)}
+    began = one.started and one.started.isoformat()
+    return found | {"began": began, "exact": exact, "html": render("evidence.html", links, "", one=one)}

@@ -48,9 +48,6 @@ router = APIRouter(
 )
 
 
-# Parameters.
-
-
 #: `wanted` checks it.
 Version = Annotated[str, WithJsonSchema({"type": "string", "pattern": VERSION, "maxLength": 100})]
 Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
@@ -91,11 +88,7 @@ class _WithOwn(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     def own(self, site: Site) -> dict[str, str]:
-        """The own axes.
-
-        Raises:
-            MatrixError: a parameter isn't one of the project's own axes.
-        """
+        """The own axes; a parameter that isn't one is refused."""
         given: dict[str, str] = self.model_extra or {}
         known = site.own_axes() if given else {}
         if unknown := next((name for name in given if name not in known), None):
@@ -162,9 +155,6 @@ def _json(found: BaseModel) -> Response:
 def _of(media: str) -> dict[str, Any]:
     """The description of a response that isn't JSON."""
     return {"response_class": Response, "responses": {200: {"content": {media: {"schema": {"type": "string"}}}}}}
-
-
-# The endpoints.
 
 
 @router.get("/compat", response_model=Answer)

@@ -27,12 +27,7 @@ _THREADS = 3
 def create_app(
     store: Store, axes: Axes | None, settings: Settings, options: argparse.Namespace | None = None
 ) -> FastAPI:
-    """The application over a store.
-
-    Args:
-        axes: the axes whose cells are shown and can be run; None for a service that only shows the store.
-        options: those of `serve`, for checking whether cells can be run.
-    """
+    """The application over a store. Without axes it only shows the store; the options are those of `serve`."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:

@@ -1,7 +1,8 @@
 """Executing submitted runs, one after the other, in a process beside the service, so that requests don't wait for it.
 
-The process ends with the service, however that ends: it reads a pipe from it. A service claims a run by a conditional update, and repeats every few seconds that it still executes it. A run whose service has
-fallen silent is claimed by another one, or by the same after its restart. The clock of the database counts for all of them.
+The process ends with the service, however that ends: it reads a pipe from it. A service claims a run by a conditional update, and
+repeats every few seconds that it still executes it. A run whose service has fallen silent is claimed by another one, or by the same
+after its restart. The clock of the database counts for all of them.
 """
 
 from __future__ import annotations

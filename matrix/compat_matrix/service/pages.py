@@ -87,9 +87,6 @@ def the_home(request: Request, site: Current) -> Response:
     return _shown(request, "home", **values)
 
 
-# A cell.
-
-
 class _Asked(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -126,9 +123,6 @@ def the_cell(request: Request, site: Current, name: str, asked: Annotated[_Asked
     history = store.history(cell, limit=cell_page.HISTORY + 1)
     values = cell_page.values(store, cell, past, history, activity, site.served.get(cell, ""))
     return _shown(request, "cell", **values | shown)
-
-
-# Runs.
 
 
 @router.get("/runs")
@@ -218,9 +212,6 @@ def the_diff(request: Request, site: Current, old: str = "", new: str = "") -> R
     listed = dict.fromkeys([*site.runs(_RUNS), *(two or ())])
     two = two or runs.last_two(site.store, site.runs(runs.SEARCHED, partial=False))
     return _shown(request, "diff", **runs.changes(site.store, two), runs=[*listed])
-
-
-# The other pages.
 
 
 @router.get("/seams")

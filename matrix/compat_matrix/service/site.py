@@ -29,20 +29,11 @@ _RECENT = 1000
 
 
 class Site:
-    """The data of a service.
-
-    Args:
-        axes: the axes whose cells are shown, if there are any.
-
-    Attributes:
-        served: every combination of the axes, with the reason if it is excluded.
-        project: the name of the tested project.
-    """
+    """The data of a service. The cells of its axes are shown also before they have run; what isn't there is a 404."""
 
     def __init__(self, store: Store, queue: Queue, axes: Axes | None) -> None:
-        self.store, self.queue = store, queue
+        self.store, self.queue, self.project = store, queue, project_name(axes)
         self.served: Mapping[Cell, str] = axes.all_cells if axes else {}
-        self.project = project_name(axes)
         self._name = secrets.token_hex(4)
 
     def tag(self) -> str:
@@ -53,11 +44,7 @@ class Site:
         return hashlib.sha256(repr(shown).encode()).hexdigest()[:24]
 
     def run(self, name: str) -> Run:
-        """The run with this id, or else the one that `Store.resolve` finds.
-
-        Raises:
-            HTTPException: 404.
-        """
+        """The run with this id, or else the one that `Store.resolve` finds."""
         if found := self.runs(1, name=name):
             return found[0]
         try:
@@ -69,11 +56,7 @@ class Site:
         raise HTTPException(404, said)
 
     def cell(self, name: str) -> Cell:
-        """The cell of this name in the store or in the axes.
-
-        Raises:
-            HTTPException: 404.
-        """
+        """The cell of this name in the store or in the axes."""
         with self.store.reading() as connection:
             row = connection.execute(select(*stored.CELL_FIELDS).where(CELL.c.name == name)).first()
         cell = stored.cell_of(row) if row else next((one for one in self.served if one.name == name), None)
@@ -82,22 +65,14 @@ class Site:
         return cell
 
     def result(self, cell: Cell, run: str = "", attempt: int | None = None) -> Past:
-        """A result of a cell, as `explain.past_of` finds it.
-
-        Raises:
-            HTTPException: 404.
-        """
+        """A result of a cell, as `explain.past_of` finds it."""
         past = explain.past_of(self.store, cell, self.run(run).id if run else "", attempt)
         if past is None:
             raise HTTPException(404, f"There is no such result of {cell}.")
         return past
 
     def log(self, cell: Cell, past: Past) -> Iterator[bytes]:
-        """The log of a result as text, in pieces.
-
-        Raises:
-            HTTPException: 404.
-        """
+        """The log of a result as text, in pieces."""
         packed = logs.packed_log(self.store, past.run.id, cell, past.summary.attempt)
         if packed is None:
             raise HTTPException(404, f"{cell} has no log in {past.run.id}.")
@@ -147,11 +122,7 @@ _VERSION, _UNFINISHED = _version(), _unfinished()
 
 
 def current(request: Request) -> Site:
-    """The data for a response, unless the client has its current version, which costs a millisecond.
-
-    Raises:
-        HTTPException: 204, 304: the client has it.
-    """
+    """The data for a response, unless the client has its current version, which costs a millisecond and is a 204 or a 304."""
     site: Site = request.app.state.site
     tag = request.state.tag = site.tag()
     if request.query_params.get("live") == tag:
