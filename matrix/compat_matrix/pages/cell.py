@@ -7,6 +7,7 @@ from typing import Any
 
 from ..cells import Cell
 from ..store import Past, Store
+from ..store.submissions import Running
 from ..views import common, explain
 from . import logs
 from .grid import entry
@@ -16,7 +17,12 @@ HISTORY, _REPORTS = 20, 200
 
 
 def values(
-    store: Store, cell: Cell, past: Past | None, history: Sequence[Past], activity: str = "", excluded: str = ""
+    store: Store,
+    cell: Cell,
+    past: Past | None,
+    history: Sequence[Past],
+    leased: Sequence[Running] = (),
+    excluded: str = "",
 ) -> dict[str, Any]:
     """The values of the template, for a result or a cell without one.
 
@@ -27,8 +33,8 @@ def values(
     shown = past or explain.plan_of(store, cell)
     made = {
         "cell": cell,
-        "entry": entry(shown, "" if found else activity, excluded),
-        "activity": activity,
+        "entry": entry(shown, bool(leased) and not found, excluded),
+        "leased": leased,
         "past": shown,
         "found": found,
         "history": [(one, entry(one)) for one in history[:HISTORY]],

@@ -27,7 +27,7 @@ class Entry(NamedTuple):
 
     state: str  # one of `STATES`
     word: str  # in the grid, such as how it failed
-    activity: str  # "running" or "waiting" if a newer result is on its way
+    running: bool  # a newer result is on its way
     past: Past | None  # its newest result or plan; None if no run has planned it
     reason: str  # why it failed, wasn't run or is excluded
 
@@ -35,6 +35,11 @@ class Entry(NamedTuple):
     def verdict(self) -> str | None:
         """The verdict of its result."""
         return self.past.summary.verdict if self.past else None
+
+    @property
+    def states(self) -> set[str]:
+        """The states that it counts for."""
+        return {self.state, "running"} if self.running else {self.state}
 
 
 class Tab(NamedTuple):
@@ -46,27 +51,26 @@ class Tab(NamedTuple):
     bad: int
 
 
-def entry(past: Past | None, activity: str = "", excluded: str = "") -> Entry:
-    """The entry of a cell in the grid, with what goes on and the reason for which the axes exclude it, if there is one."""
+def entry(past: Past | None, running: bool = False, excluded: str = "") -> Entry:
+    """The entry of a cell in the grid, with the reason for which the axes exclude it, if they do."""
     if past is None:
-        if excluded:
-            return Entry("refused", "excluded", "", None, excluded)
-        return Entry(activity or "not run", activity or "never", activity, None, "")
+        state, word = ("refused", "excluded") if excluded else ("not run", "never")
+        return Entry(state, word, False, None, excluded)
     summary = past.summary
-    if summary.state == "excluded":
-        return Entry("refused", "excluded", "", past, summary.reason)
-    if summary.state == "unfinished":
-        activity = activity or ("waiting" if past.run.state == "running" else "")
-        return Entry(activity or "not run", activity or "unfinished", activity, past, "")
-    state: str = summary.state
+    state = summary.state
+    if state == "excluded":
+        return Entry("refused", "excluded", False, past, summary.reason)
+    if state == "unfinished":
+        now = "running" if running else "waiting" if past.run.state == "running" else ""
+        return Entry(now or "not run", now or "unfinished", running, past, "")
     if state == "failed":
         state = {"wrong": "wrong", "seam": "refused"}.get(summary.kind or "", state)
-    return Entry(state, common.word(summary), activity, past, "" if state == "passed" else summary.reason)
+    return Entry(state, common.word(summary), running, past, "" if state == "passed" else summary.reason)
 
 
 def of_run(run: Run, summary: Mapping[Cell, Summary], running: Collection[Cell] = ()) -> dict[Cell, Entry]:
     """The entries of a run's cells."""
-    return {cell: entry(Past(run, one), "running" if cell in running else "") for cell, one in summary.items()}
+    return {cell: entry(Past(run, one), cell in running) for cell, one in summary.items()}
 
 
 def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entry]) -> dict[str, Any]:
@@ -81,10 +85,10 @@ def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entr
     yours = [minor(asked[axis]) if axis in asked else "" for axis in ("transformers", "torch")]
     facets, tabs = choose(_about(filters, asked, entries), entries)
     own = {cell: one for cell, one in entries.items() if facet(cell) in facets}
-    counts = Counter(state for one in own.values() for state in {one.state, one.activity})
+    counts = Counter(state for one in own.values() for state in one.states)
     state = filters["state"]
     if state:
-        own = {cell: one for cell, one in own.items() if state in (one.state, one.activity)}
+        own = {cell: one for cell, one in own.items() if state in one.states}
 
     def exists(cell: Cell) -> bool:
         return bool(state) or own[cell].word != "excluded"

@@ -28,9 +28,6 @@ from .render import NAME, project_name, render
 #: The file that marks a folder as a report and lists its files.
 MANIFEST = ".kernel-compat-matrix-report"
 
-#: The files of the templates that only a service needs.
-_OF_SERVICE = ("htmx-4.0.1.min.js",)
-
 
 class _Page(NamedTuple):
     """A page that a service shows at these addresses, and a report has as a file."""
@@ -105,7 +102,7 @@ class _Report:
         pages = [*self._grids(), *self._others()]
         at = {address: page.file for page in pages for address in page.addresses}
         for name, (content, _) in static_files().items():
-            if name not in _OF_SERVICE:
+            if not name.startswith("htmx"):  # only a service needs it
                 yield name, content.decode()
         yield "answers.js", answers(self.newest, Links("", at))
         for page in pages:

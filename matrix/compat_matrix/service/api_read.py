@@ -36,14 +36,7 @@ async def _once(request: Request) -> None:
 
 router = APIRouter(
     dependencies=[Depends(_once)],
-    responses={
-        304: {"description": "The client's copy is up to date."},
-        401: {"model": Error, "description": "Reading needs a token here, and the request has no valid one."},
-        404: {"model": Error, "description": "There is no such thing."},
-        422: {"model": Error, "description": "A parameter is unknown, repeated or invalid."},
-        429: {"model": Error, "description": "Too many requests: `Retry-After` says how many seconds to wait."},
-        503: {"model": Error, "description": "The database doesn't answer."},
-    },
+    responses={304: {}, **{code: {"model": Error} for code in (401, 404, 422, 429, 503)}},
     tags=["read"],
 )
 
@@ -194,16 +187,14 @@ def cells_of_run(site: Current, run: RunPath, asked: Annotated[_CellPage, Query(
 @router.get("/runs/{run}/cells/{cell}", response_model=Result)
 def result(site: Current, run: RunPath, cell: CellPath, asked: Annotated[_Attempt, Query()]) -> Response:
     """The whole result of a cell in a run, with its tests, without its log."""
-    wanted = site.cell(cell)
-    past = site.result(wanted, run, asked.attempt)
+    wanted, past = site.result(cell, run, asked.attempt)
     return _json(Result.of(site.store.result(past.run.id, wanted, past.summary.attempt, log=False), past.run.id))
 
 
 @router.get("/runs/{run}/cells/{cell}/log", **_of("text/plain"))
 def log(site: Current, run: RunPath, cell: CellPath, asked: Annotated[_Attempt, Query()]) -> Response:
     """The output of a cell, without terminal control sequences."""
-    wanted = site.cell(cell)
-    return StreamingResponse(site.log(wanted, site.result(wanted, run, asked.attempt)), media_type="text/plain")
+    return StreamingResponse(site.log(*site.result(cell, run, asked.attempt)), media_type="text/plain")
 
 
 @router.get("/cells", response_model=Cells)

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -162,42 +162,43 @@ async def body(request: Request) -> bytes:
 
 def refuse(request: Request, error: Exception) -> Response:
     """The response to an error: JSON for the API, else a page."""
+    if isinstance(error, HTTPException) and error.status_code in (204, 304):
+        return Response(status_code=error.status_code, headers=error.headers)
+    status, detail, headers = _reason(request, error)
+    number = secrets.token_hex(6) if status >= 500 else ""  # identifies the error in the log
+    if number:
+        log.error(
+            "%s: %s: %s", number, detail, " ".join(str(error).split())[:500], exc_info=error if status == 500 else None
+        )
+    if _of_api(request):
+        return JSONResponse({"detail": detail} | ({"id": number} if number else {}), status, headers)
+    said = detail if isinstance(detail, str) else "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in detail)
+    links, project = Links(request.scope.get("root_path", "")), request.app.state.site.project
+    text = f"{said} ({number})" if number else said
+    page = render("error.html", links, project, title=_TITLES.get(status, "Refused"), text=text)
+    return HTMLResponse(page, status, headers)
+
+
+def _reason(request: Request, error: Exception) -> tuple[int, str | list[dict[str, Any]], Mapping[str, str] | None]:
+    """The status, what is said of an error, and headers."""
     if isinstance(error, HTTPException):
-        if error.status_code in (204, 304):
-            return Response(status_code=error.status_code, headers=error.headers)
-        return _said(request, error.status_code, error.detail, error.headers)
+        return error.status_code, error.detail, error.headers
     if isinstance(error, RequestValidationError):  # without the text of the request
         found = [{"loc": [clean(str(part)) for part in one["loc"]], "msg": clean(one["msg"])} for one in error.errors()]
-        if _of_api(request):
-            return _said(request, 422, found[:20])
-        return _said(request, 422, "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in found[:20]))
+        return 422, found[:20], None
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, (DBAPIError, PoolTimeout, UnicodeError, zlib.error)):
         cause = cause.__cause__
     if isinstance(cause, (DataError, UnicodeEncodeError)):
-        return _said(request, 422, "it contains a character that the database can't store")
+        return 422, "it contains a character that the database can't store", None
     if isinstance(error, MatrixError) and cause is None:
         internal = f"the store {request.app.state.site.store.name}"
         said = str(error).replace(internal, "the store").removeprefix("the store: ")
-        return _said(request, 409 if isinstance(error, StateError) else 422, said)
-    number = secrets.token_hex(6)  # identifies the error in the log
+        return 409 if isinstance(error, StateError) else 422, said, None
     # The database is gone or broken, unless it is a mistake in a statement.
     if cause is not None and not isinstance(cause, (IntegrityError, ProgrammingError)):
-        log.error("%s: the database doesn't answer: %s", number, " ".join(str(error).split())[:500])
-        return _said(request, 503, "the database doesn't answer", {"retry-after": "5"}, number)
-    log.error("%s: internal error", number, exc_info=error)
-    return _said(request, 500, "internal error of the service; its log has the details", None, number)
-
-
-def _said(
-    request: Request, status: int, detail: object, headers: Mapping[str, str] | None = None, number: str = ""
-) -> Response:
-    if _of_api(request):
-        return JSONResponse({"detail": detail} | ({"id": number} if number else {}), status, headers)
-    text = f"{detail} ({number})" if number else str(detail)
-    links, project = Links(request.scope.get("root_path", "")), request.app.state.site.project
-    page = render("error.html", links, project, title=_TITLES.get(status, "Refused"), text=text)
-    return HTMLResponse(page, status, headers)
+        return 503, "the database doesn't answer", {"retry-after": "5"}
+    return 500, "internal error of the service; its log has the details", None
 
 
 def _of_api(request: Request) -> bool:

@@ -14,14 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from ..cells import Cell, values_of
+from ..cells import values_of
 from ..errors import MatrixError
 from ..expressions import Expression
 from ..pages import ask, grid, runs, seams
 from ..pages import cell as cell_page
 from ..pages.links import Links, static_files
 from ..pages.render import render
-from ..store import Newest, Run, submissions
+from ..store import Newest, submissions
 from ..views import architectures, common, explain
 from ..views.verdicts import judge
 from . import api_write
@@ -70,20 +70,19 @@ def the_home(request: Request, site: Current) -> Response:
     if run and run.id != chosen["run"]:
         return RedirectResponse(_links(request)(**{**chosen, "run": run.id}))
     running = [one.cell for one in submissions.running(store) if not run or one.run == run.id]
-    waits: Mapping[Cell, Run] = {} if run else site.waiting()
     if run:
         entries = grid.of_run(run, store.summary(run.id), running)
     else:
         newest = store.newest()
-        activity = dict.fromkeys(waits, "waiting") | dict.fromkeys(running, "running")
-        served = {cell: grid.entry(None, activity.get(cell, ""), why) for cell, why in site.served.items()}
-        entries = served | {one.cell: grid.entry(one.past, activity.get(one.cell, "")) for one in newest}
+        served = {cell: grid.entry(None, excluded=why) for cell, why in site.served.items()}
+        now = {*running}
+        entries = served | {one.cell: grid.entry(one.past, one.cell in now) for one in newest}
     answer = judge(store, asked, newest or None) if asked and not _live(request) else None
     if chosen["only"]:
         condition = Expression(chosen["only"], values_of(entries))
         entries = {cell: one for cell, one in entries.items() if condition(cell)}
     values = grid.home(chosen, asked, entries) | runs.newest(site.runs(runs.SEARCHED, partial=False))
-    values |= {"fields": ask.fields(own), "answer": answer, "run": run, "active": bool(running or waits)}
+    values |= {"fields": ask.fields(own), "answer": answer, "run": run, "active": bool(running)}
     return _shown(request, "home", **values)
 
 
@@ -98,8 +97,7 @@ class _Asked(BaseModel):
 @router.get("/cells/{name:path}/log")
 def the_log(site: Current, name: str, asked: Annotated[_Asked, Query()]) -> Response:
     """The log of a result, as plain text."""
-    cell = site.cell(name)
-    past = site.result(cell, asked.run, asked.attempt)
+    cell, past = site.result(name, asked.run, asked.attempt)
     file = re.sub(r"[^A-Za-z0-9.-]", "_", f"{cell.name}-{past.run.id}.txt")
     headers = {
         "content-security-policy": "default-src 'none'; sandbox; frame-ancestors 'none'",
@@ -113,16 +111,13 @@ def the_cell(request: Request, site: Current, name: str, asked: Annotated[_Asked
     """The page of a cell."""
     store, cell = site.store, site.cell(name)
     leased = [one for one in submissions.running(store) if one.cell == cell]
-    waits = site.waiting().get(cell)
-    activity = "running" if leased else "waiting" if waits else ""
-    shown: dict[str, Any] = {"activity": activity, "leased": leased, "waits": waits}
-    if _live(request):  # without activity it has a result now
-        return _shown(request, "cell", **shown) if activity else Response(headers={"HX-Refresh": "true"})
+    if _live(request):  # a cell that doesn't run any more has a result
+        return _shown(request, "cell", leased=leased) if leased else Response(headers={"HX-Refresh": "true"})
     given = asked.run or asked.attempt
-    past = site.result(cell, asked.run, asked.attempt) if given else explain.past_of(store, cell)
+    past = site.result(name, asked.run, asked.attempt)[1] if given else explain.past_of(store, cell)
     history = store.history(cell, limit=cell_page.HISTORY + 1)
-    values = cell_page.values(store, cell, past, history, activity, site.served.get(cell, ""))
-    return _shown(request, "cell", **values | shown)
+    values = cell_page.values(store, cell, past, history, leased, site.served.get(cell, ""))
+    return _shown(request, "cell", **values)
 
 
 @router.get("/runs")

@@ -19,7 +19,7 @@ from ..pages import ask, logs
 from ..pages.render import project_name
 from ..store import Past, Run, Store
 from ..store import queries as stored
-from ..store.models import CELL, DOCUMENT, NEWEST, PLANNED, RESULT, RUN, SUBMISSION
+from ..store.models import CELL, DOCUMENT, PLANNED, RESULT, RUN, SUBMISSION
 from ..views import explain
 from ..views.common import one_line
 from .submission import Queue
@@ -64,12 +64,13 @@ class Site:
             raise HTTPException(404, f"There is no cell {one_line(name, 200)!r}: no run has planned it.")
         return cell
 
-    def result(self, cell: Cell, run: str = "", attempt: int | None = None) -> Past:
-        """A result of a cell, as `explain.past_of` finds it."""
+    def result(self, name: str, run: str = "", attempt: int | None = None) -> tuple[Cell, Past]:
+        """A cell and its result, as `explain.past_of` finds it."""
+        cell = self.cell(name)
         past = explain.past_of(self.store, cell, self.run(run).id if run else "", attempt)
         if past is None:
             raise HTTPException(404, f"There is no such result of {cell}.")
-        return past
+        return cell, past
 
     def log(self, cell: Cell, past: Past) -> Iterator[bytes]:
         """The log of a result as text, in pieces."""
@@ -95,11 +96,6 @@ class Site:
         with self.store.reading() as connection:
             return [Run(*row) for row in connection.execute(query)]
 
-    def waiting(self) -> dict[Cell, Run]:
-        """The cells without a result in unfinished whole runs that no newer run has, with the newest of these runs."""
-        with self.store.reading() as connection:
-            return {stored.cell_of(row): stored.past_of(row).run for row in connection.execute(_UNFINISHED)}
-
 
 def _version() -> Select[Any]:
     """Rows are counted besides their newest ids: PostgreSQL may commit them in another order, and ids of deleted ones are used again."""
@@ -112,13 +108,7 @@ def _version() -> Select[Any]:
     return select(newest, recent, documents, planned, *runs).select_from(RUN)
 
 
-def _unfinished() -> Select[Any]:
-    query = stored.summary(*stored.RUN_FIELDS).where(RUN.c.state == "running", RUN.c.partial.is_(False))
-    query = query.join(NEWEST, NEWEST.c.cell_id == PLANNED.c.cell_id).where(NEWEST.c.run_id <= RUN.c.id)
-    return query.where(PLANNED.c.excluded.is_(None), RESULT.c.id.is_(None)).order_by(RUN.c.id)
-
-
-_VERSION, _UNFINISHED = _version(), _unfinished()
+_VERSION = _version()
 
 
 def current(request: Request) -> Site:
