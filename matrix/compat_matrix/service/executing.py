@@ -43,8 +43,6 @@ _POLL = 1.0
 _BEAT = 2.0
 #: The silence after which a service counts as gone.
 _GONE = timedelta(seconds=30)
-#: Seconds after a failure of the database in which the other services can say that they live.
-_RECOVERY = 3 * _BEAT
 #: How often the execution of a run may begin without a result before the run is given up.
 _TRIES = 10
 #: The shortest and the longest pause before the process is started again, in seconds.
@@ -95,7 +93,8 @@ def execute_all(options: argparse.Namespace, claim: str) -> int:
     """Execute the runs that wait, until the service ends, which `claim` identifies; returns the exit code.
 
     Raises:
-        MatrixError: an execution fails. The service starts another process, as this one may still be joined to a Ray cluster.
+        MatrixError: an execution fails, or the database. The service starts another process, as this one may still be joined to a
+            Ray cluster, and other services can say that they live before.
     """
     os.nice(NICE)
     share_priority(os.getpid())
@@ -115,15 +114,10 @@ def execute_all(options: argparse.Namespace, claim: str) -> int:
     threading.Thread(target=end_with_the_service, daemon=True).start()
     with Store.open(options.store, create=False) as store, suppress(_Stopped):
         while True:
-            try:
-                row, pause = take(store, claim), _POLL
-            except MatrixError as error:  # the database is away, and may come back
-                log.warning("%s", error)
-                row, pause = None, _RECOVERY
-            if row is None:
-                time.sleep(pause)
-            else:
+            if row := take(store, claim):
                 _execute(store, claim, options, row)
+            else:
+                time.sleep(_POLL)
     return 0
 
 
