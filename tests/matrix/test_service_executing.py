@@ -21,7 +21,7 @@ from sqlalchemy import create_engine, select, text, update
 
 from compat_matrix.cells import parse
 from compat_matrix.results import CellResult
-from compat_matrix.service.executing import Executor
+from compat_matrix.service import executing
 from compat_matrix.service.submission import Queue, Submission
 from compat_matrix.store import Store, database, submissions
 from compat_matrix.store.models import RUN, SUBMISSION
@@ -275,8 +275,8 @@ def test_runs_of_other_machines_are_uploaded(network: Network, tmp_path: Path) -
 # Claims.
 
 
-def taken(executor: Executor) -> str | None:
-    row = executor.take()
+def taken(store: Store, claim: str) -> str | None:
+    row = executing.take(store, claim)
     return None if row is None else str(row.name)
 
 
@@ -290,30 +290,28 @@ def silent(store: Store, run: str, seconds: int) -> None:
 
 def test_two_services_never_execute_the_same_run(url: str, small: Small) -> None:
     with Store.open(url) as store:
-        queue, one, other = Queue(store, small.axes(MINORS)), Executor(store, "one"), Executor(store, "other")
+        queue = Queue(store, small.axes(MINORS))
         run = queue.submit(Submission(all=True)).run
-        assert taken(one) == run
-        assert taken(other) is None
-        assert taken(one) == run, "its own claim, after its process has died"
+        assert taken(store, "one") == run
+        assert taken(store, "other") is None
+        assert taken(store, "one") == run, "its own claim, after its process has died"
         second = queue.submit(Submission(only="transformers==5.0")).run
-        assert taken(other) == second
+        assert taken(store, "other") == second
         silent(store, run, 29)
-        assert taken(other) == second
-        assert taken(one) == run  # a sign of life
+        assert taken(store, "other") == second
+        assert taken(store, "one") == run  # a sign of life
         silent(store, run, 29)
-        third = Executor(store, "third")
-        assert taken(third) is None
+        assert taken(store, "third") is None
         silent(store, run, 31)
-        assert taken(third) == run, "a service that is silent for 30 seconds is gone"
+        assert taken(store, "third") == run, "a service that is silent for 30 seconds is gone"
         assert [waiting.run for waiting in submissions.waiting(store)] == [run, second]
 
 
 def test_a_run_that_ends_its_service_each_time_is_given_up(
     store: Store, small: Small, caplog: pytest.LogCaptureFixture
 ) -> None:
-    executor = Executor(store, "one")
     run = Queue(store, small.axes(MINORS)).submit(Submission(all=True)).run
-    assert [taken(executor) for _ in range(11)] == [run] * 10 + [None]
+    assert [taken(store, "one") for _ in range(11)] == [run] * 10 + [None]
     assert store.run(run).state == "interrupted"
     assert "its execution began 10 times without a result" in caplog.text
 
