@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO
+from typing import IO, cast
 
 import requests
 from platformdirs import user_cache_path
@@ -36,6 +36,7 @@ _NO_RANGES = (400, 405, 416, 501)
 #: One whole file at a time is downloaded: they are large, and the disk may be small.
 _whole = threading.Lock()
 
+_Opener = Callable[[], IO[bytes]]
 _DATA = re.compile(r"[^/]+\.data/(?:pure|plat)lib/")
 
 
@@ -102,16 +103,20 @@ class Published(ExitStack):
     def read(self, path: str) -> bytes:
         """The content of one of its `members`."""
         with self._errors():
-            read = self._modules[path]
+            opened = self._modules[path]
             self._left -= 1
             if self._left == 0:
                 self._modules = self._in(self._download())
-                read = self._modules[path]
-            return read()
+                opened = self._modules[path]
+            with opened() as module:
+                content = module.read(_LARGEST + 1)
+            if len(content) > _LARGEST:  # no real release has such a module
+                raise ValueError(f"{path} has more than {_LARGEST} bytes")
+            return content
 
     @cached_property
-    def _modules(self) -> Mapping[str, Callable[[], bytes]]:
-        """How to read each module, by its installed path."""
+    def _modules(self) -> Mapping[str, _Opener]:
+        """How to open each module, by its installed path."""
         if (local := self._file.local_path) is not None:
             return self._in(self.enter_context(local.open("rb")))
         kept = self._cache.load(self._file, self._file.filename)
@@ -131,21 +136,12 @@ class Published(ExitStack):
             self._left = _ONE_BY_ONE
         return _unzipped(archive)
 
-    def _in(self, content: IO[bytes]) -> Mapping[str, Callable[[], bytes]]:
+    def _in(self, content: IO[bytes]) -> Mapping[str, _Opener]:
         if self._file.is_wheel:
             return _unzipped(self.enter_context(zipfile.ZipFile(content)))
         archive = self.enter_context(tarfile.open(fileobj=content))  # noqa: SIM115
-        entries = {entry.name.partition("/")[2]: entry for entry in archive if entry.isfile()}
-
-        def read(entry: tarfile.TarInfo) -> bytes:
-            file = archive.extractfile(entry)
-            return file.read() if file is not None else b""
-
-        return {
-            path: partial(_checked, path, entry.size, partial(read, entry))
-            for path, entry in entries.items()
-            if path.endswith(".py")
-        }
+        there = (entry for entry in archive if entry.isfile() and entry.name.endswith(".py"))
+        return {entry.name.partition("/")[2]: cast(_Opener, partial(archive.extractfile, entry)) for entry in there}
 
     def _download(self, why: str = "") -> IO[bytes]:
         self.enter_context(_whole)
@@ -179,17 +175,6 @@ class Published(ExitStack):
             raise MatrixError(f"{name} is damaged: {error}") from error
 
 
-def _unzipped(archive: zipfile.ZipFile) -> dict[str, Callable[[], bytes]]:
+def _unzipped(archive: zipfile.ZipFile) -> Mapping[str, _Opener]:
     entries = {_DATA.sub("", entry.filename, count=1): entry for entry in archive.infolist()}
-    return {
-        path: partial(_checked, path, entry.file_size, partial(archive.read, entry))
-        for path, entry in entries.items()
-        if path.endswith(_SUFFIXES)
-    }
-
-
-def _checked(path: str, size: int, read: Callable[[], bytes]) -> bytes:
-    """Check before a module is unpacked that it isn't far larger than that of any real release."""
-    if size > _LARGEST:
-        raise ValueError(f"{path} has {size} bytes")
-    return read()
+    return {path: partial(archive.open, entry) for path, entry in entries.items() if path.endswith(_SUFFIXES)}

@@ -87,10 +87,7 @@ class Disagreement:
 
 
 def read(
-    wanted: Mapping[Release, Sequence[str]],
-    index: Index,
-    cache: Cache,
-    note: Callable[[str], None],
+    wanted: Mapping[Release, Sequence[str]], index: Index, cache: Cache, note: Callable[[str], None]
 ) -> dict[Release, dict[str, Found]]:
     """Read the given seams of each release.
 

@@ -10,8 +10,10 @@ from contextlib import suppress
 from importlib.util import resolve_name
 from typing import Literal, NamedTuple
 
+#: Exceptions that a missing name raises, as any other error.
+CATCH_ALL = frozenset({"Exception", "BaseException"})
 #: Statements with handlers; ``except*`` since Python 3.11.
-TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
+_TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
 #: Whether a statement is executed when its module, class or function is: ``typing`` is for type checkers only.
 Branch = Literal["always", "sometimes", "typing"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -20,7 +22,7 @@ Loop = ast.For | ast.AsyncFor | ast.comprehension
 
 #: Decorators of definitions that are not what the name is in the end.
 _PARTIAL = frozenset({"overload", "getter", "setter", "deleter"})
-_CONDITIONAL = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Match, *TRIES)
+_CONDITIONAL = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Match, *_TRIES)
 _PARSING = threading.Lock()
 
 
@@ -42,26 +44,31 @@ class Around(NamedTuple):
     """What is around a statement in its module, class or function.
 
     Attributes:
-        guarded: whether it is in a ``try`` that goes on after an error.
+        caught: the exceptions after which the code goes on.
         loops: the outermost first.
     """
 
     branch: Branch = "always"
-    guarded: bool = False
+    caught: frozenset[str] = frozenset()
     loops: tuple[Loop, ...] = ()
 
     def inside(self, node: ast.AST, field: str) -> Around:
         """The same for what is in a field of a statement."""
-        branch, guarded, loops = self
+        branch, caught, loops = self
         if is_type_checking(node) and field == "body":
             branch = "typing"
         elif branch == "always" and isinstance(node, _CONDITIONAL):
             branch = "sometimes"
-        if isinstance(node, TRIES) and field in ("body", "handlers"):
-            guarded = guarded or bool(exceptions_caught(node))
-        if isinstance(node, (ast.For, ast.AsyncFor)) and field == "body":
+        if isinstance(node, _TRIES) and field in ("body", "handlers") and (here := _exceptions_caught(node)):
+            # A handler is another way where the first one fails.
+            caught |= here if field == "body" else CATCH_ALL
+        elif isinstance(node, (ast.With, ast.AsyncWith)) and field == "body":
+            calls = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
+            suppressed = [one for call in calls if last_name(call.func) == "suppress" for one in call.args]
+            caught |= frozenset(map(last_name, suppressed))
+        elif isinstance(node, (ast.For, ast.AsyncFor)) and field == "body":
             loops = (*loops, node)
-        return Around(branch, guarded, loops)
+        return Around(branch, caught, loops)
 
 
 class Binding(NamedTuple):
@@ -164,7 +171,9 @@ class Scope:
                     path = alias.name if alias.asname else alias.name.partition(".")[0]
                     self._bind(alias.asname or path, Binding(at, path, around=around))
             case ast.ImportFrom(names=aliases) as node:
-                module = imported_module(node, self.package)
+                module = ""
+                with suppress(ImportError):  # it is outside of the outermost package
+                    module = resolve_name("." * node.level + (node.module or ""), self.package)
                 for alias in aliases:
                     if alias.name == "*":
                         self.stars.append((module, around.branch))
@@ -248,7 +257,7 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and last_name(node.test) == "TYPE_CHECKING"
 
 
-def exceptions_caught(node: ast.Try) -> frozenset[str]:
+def _exceptions_caught(node: ast.Try) -> frozenset[str]:
     """The exceptions after which the code goes on."""
     types = [
         one
@@ -257,14 +266,6 @@ def exceptions_caught(node: ast.Try) -> frozenset[str]:
         for one in (handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type])
     ]
     return frozenset("BaseException" if one is None else last_name(one) for one in types)
-
-
-def imported_module(node: ast.ImportFrom, package: str) -> str:
-    """The absolute name of the module of a ``from`` import in a package; empty if that is outside of the outermost package."""
-    try:
-        return resolve_name("." * node.level + (node.module or ""), package)
-    except ImportError:
-        return ""
 
 
 def last_name(node: ast.AST) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.resources import files
+from itertools import islice
 
 from packaging.utils import canonicalize_name
 
@@ -64,10 +65,7 @@ def replacements(names: Iterable[str], shims: Sequence[Shim]) -> list[Replacemen
         shims: those of the releases that were read.
     """
     known = list(names)
-    replacing = [shim for shim in shims if any(seam.target.replace(":", ".") in known for seam in shim.seams)]
+    replacing = [shim.name for shim in shims if any(seam.target.replace(":", ".") in known for seam in shim.seams)]
+    found = [Replacement(_INSTALL, f"replaces it itself: {', '.join(replacing)}")] if replacing else []
     matching = (one for one in REPLACEMENTS if any(fnmatchcase(n, p) for n in known for p in one.patterns))
-    public = [*matching][:1]
-    if not replacing:
-        return public
-    ours = Replacement(_INSTALL, f"replaces it itself: {', '.join(shim.name for shim in replacing)}")
-    return [ours, *(one for one in public if one.call != _INSTALL)]
+    return [*found, *(one for one in islice(matching, 1) if not (found and one.call == _INSTALL))]

@@ -186,7 +186,7 @@ class Resolver:
         for one in scope.names.get(name, ()):
             expression = one.expression
             path = f"{scope.path}.{name}" if one.definition is not None else one.path or ""
-            if one.around.guarded and (path or isinstance(expression, ast.Constant)):
+            if one.around.caught and (path or isinstance(expression, ast.Constant)):
                 return True  # it says whether an import or the like has failed
             if expression is not None:
                 expression = one.node.iter if isinstance(one.node, (ast.For, ast.AsyncFor)) else expression
@@ -264,28 +264,20 @@ class Resolver:
         match node:
             case ast.Call(func=ast.Attribute(value=table, attr=method), args=[]):
                 node = table
-        match self._literal(node, scope):
-            case ast.Dict(keys=keys, values=values) if method in ("", "items", "keys", "values"):
+        literals = [node]
+        if isinstance(node, ast.Name):
+            binder = scope.binder_of(node.id)
+            bound = [one.expression for one in binder.names[node.id]] if binder is not None else []
+            literals = [one for one in bound if isinstance(one, _DISPLAYS)]
+        match literals:
+            case [ast.Dict(keys=keys, values=values), *_] if method in ("", "items", "keys", "values"):
                 pairs = [(key, value) for key, value in zip(keys, values, strict=True) if key is not None]
                 if method == "items":
                     return [ast.Tuple([key, value], ast.Load()) for key, value in pairs]
                 return [value if method == "values" else key for key, value in pairs]
-            case ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements) if not method:
+            case [ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements), *_] if not method:
                 return elements
         return []
-
-    def _literal(self, node: ast.expr, scope: Scope) -> ast.expr | None:
-        if not isinstance(node, ast.Name):
-            return node
-        binder = scope.binder_of(node.id)
-        bound = [one.expression for one in binder.names[node.id]] if binder is not None else []
-        match next((one for one in bound if isinstance(one, (*_DISPLAYS, ast.DictComp))), None):
-            case ast.DictComp(
-                ast.Name(key), value, [ast.comprehension(ast.Name(target), ast.List(rows) | ast.Tuple(rows))]
-            ):
-                return ast.Dict([*rows], [value] * len(rows)) if key == target else None
-            case found:
-                return found
 
     def _evaluate(self, node: ast.expr, env: Env) -> Iterator[Value]:
         match node:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ...errors import MatrixError
-from ..scopes import TRIES, Scope, exceptions_caught, is_type_checking, last_name, parse
+from ..scopes import CATCH_ALL, Around, Scope, is_type_checking, last_name, parse
 from .resolver import IMPORTERS, Env, Resolver, Value, table_owner
 
 #: Folders that are no part of a project.
@@ -25,8 +25,6 @@ _TABLE_METHODS = ("register", "update", "setdefault", "pop")
 _TABLE = re.compile(r"(^|\.)([^a-z.]*[A-Z][^a-z.]*|\w*Interface)$")
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
-_CATCH_ALL = frozenset({"Exception", "BaseException"})
 #: Functions within functions whose parameters are followed.
 _DEEP = 8
 
@@ -119,20 +117,13 @@ def scan(folder: Path, packages: Sequence[str], calls: Sequence[str] = (), exclu
 def _files(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
         here = Path(root)
-
-        def wanted(name: str, here: Path = here) -> bool:
-            relative = (here / name).relative_to(folder).as_posix()
-            return not any(fnmatchcase(relative, pattern) for pattern in exclude)
-
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.startswith(".")
-            and name not in _SKIPPED
-            and wanted(name)
-            and not os.path.exists(here / name / "pyvenv.cfg")  # False for a locked folder
-        )
-        yield from (here / name for name in sorted(names) if name.endswith(".py") and wanted(name))
+        paths = {one: (here / one).relative_to(folder).as_posix() for one in (*folders, *names)}
+        left_out = {one for one in paths if any(fnmatchcase(paths[one], pattern) for pattern in exclude)}
+        left_out.update(one for one in folders if one.startswith(".") or one in _SKIPPED)
+        # False for a locked folder.
+        left_out.update(one for one in folders if os.path.exists(here / one / "pyvenv.cfg"))
+        folders[:] = sorted({*folders} - left_out)
+        yield from (here / one for one in sorted({*names} - left_out) if one.endswith(".py"))
 
 
 def _module_name(file: Path, folder: Path) -> str:
@@ -148,33 +139,24 @@ def _module_name(file: Path, folder: Path) -> str:
     return ".".join(parts)
 
 
-class _Around(NamedTuple):
+class _Context(NamedTuple):
     """What is around a node.
 
     Attributes:
         envs: an environment for each row of the loops.
-        caught: the exceptions after which the code goes on.
         checked: whether it is under a check, or after one that ends its block.
-        typing: whether only type checkers read it.
         deferred: whether it is in a function.
     """
 
     envs: list[Env]
     parent: ast.AST
-    caught: frozenset[str] = frozenset()
+    around: Around = Around()
     checked: bool = False
-    typing: bool = False
     deferred: bool = False
 
     @property
     def scope(self) -> Scope:
         return self.envs[0].scope
-
-    def guard(self, kind: Kind) -> Guard:
-        """The guard of a use."""
-        errors = {"ImportError", "ModuleNotFoundError"} if kind == "import" else {"AttributeError"}
-        missing = self.caught & (errors | _CATCH_ALL)
-        return "typing" if self.typing else "try" if missing else "check" if self.checked else ""
 
 
 class _Finder:
@@ -193,68 +175,64 @@ class _Finder:
     def uses(self, path: str, source: str, scope: Scope) -> Iterator[Use]:
         """The uses in a module."""
         lines = source.split("\n")
-        for node, around in self._nodes(Env(scope)):
+        for node, context in self._nodes(Env(scope)):
             for kind, name, how in dict.fromkeys(
-                one for env in around.envs for one in self._at(node, around.parent, env)
+                one for env in context.envs for one in self._at(node, context.parent, env)
             ):
                 assert isinstance(node, (ast.expr, ast.alias))
                 # ast counts the bytes of UTF-8.
                 column = len(lines[node.lineno - 1].encode()[: node.col_offset].decode(errors="replace")) + 1
-                guard = "try" if how == "importorskip" and not around.typing else around.guard(kind)
-                yield Use(path, node.lineno, column, name, kind, how, guard, around.deferred)
+                errors = {"ImportError", "ModuleNotFoundError"} if kind == "import" else {"AttributeError"}
+                caught = how == "importorskip" or context.around.caught & (errors | CATCH_ALL)
+                guard: Guard = "try" if caught else "check" if context.checked else ""
+                guard = "typing" if context.around.branch == "typing" else guard
+                yield Use(path, node.lineno, column, name, kind, how, guard, context.deferred)
 
-    def _nodes(self, start: Env) -> Iterator[tuple[ast.AST, _Around]]:
+    def _nodes(self, start: Env) -> Iterator[tuple[ast.AST, _Context]]:
         """The nodes in a module or function."""
         top = start.scope.node
-        todo = [*self._in_block(top.body, _Around([start], top))][::-1]
+        todo = [*self._in_block(top.body, _Context([start], top))][::-1]
         while todo:
-            node, around = todo.pop()
-            yield node, around
-            inner = around._replace(parent=node)
-            if isinstance(node, _COMPREHENSIONS):
-                inner = inner._replace(envs=self._resolver.unrolled(node.generators, around.envs))
+            node, context = todo.pop()
+            yield node, context
             for field, value in reversed([*ast.iter_fields(node)]):
                 children = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, ast.AST)]
                 if children:
-                    todo += [*self._in_block(children, self._inside(node, field, inner))][::-1]
+                    todo += [*self._in_block(children, self._inside(node, field, context))][::-1]
 
-    def _in_block(self, nodes: Sequence[ast.AST], around: _Around) -> Iterator[tuple[ast.AST, _Around]]:
+    def _in_block(self, nodes: Sequence[ast.AST], context: _Context) -> Iterator[tuple[ast.AST, _Context]]:
         """The nodes of one field, of which one may be a check for those after it."""
         for node in nodes:
-            yield node, around
-            test: ast.AST | None = node if isinstance(around.parent, ast.BoolOp) else None
+            yield node, context
+            test: ast.AST | None = node if isinstance(context.parent, ast.BoolOp) else None
             if isinstance(node, ast.If) and isinstance(node.body[-1], _ENDS):
                 test = node.test
-            if isinstance(test, ast.expr) and self._resolver.is_check(test, around.scope):
-                around = around._replace(checked=True)
+            if isinstance(test, ast.expr) and self._resolver.is_check(test, context.scope):
+                context = context._replace(checked=True)
 
-    def _inside(self, node: ast.AST, field: str, around: _Around) -> _Around:
+    def _inside(self, node: ast.AST, field: str, context: _Context) -> _Context:
         """What is around the nodes in a field of a node."""
+        envs, _, around, checked, deferred = context
+        scope = context.scope
+        if isinstance(node, ast.stmt):
+            around = around.inside(node, field)
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if field == "body":
-                inner = around.scope.inner(node)
-                around = around._replace(envs=[env._replace(scope=inner) for env in around.envs])
-                # What a definition is under doesn't hold when the function is called.
-                return around if inner.is_class else around._replace(caught=frozenset(), deferred=True)
+                envs = [env._replace(scope=scope.inner(node)) for env in envs]
+                if not isinstance(node, ast.ClassDef):
+                    # What a definition is under doesn't hold when the function is called.
+                    around, deferred = around._replace(caught=frozenset()), True
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.arg() if field in ("returns", "annotation"):
-                # Whether annotations in the module aren't evaluated.
-                annotations = around.scope.outermost.names.get("annotations", ())
-                postponed = any(one.path == "__future__.annotations" for one in annotations)
-                return around._replace(typing=around.typing or postponed)
+                future = scope.outermost.names.get("annotations", ())
+                if any(one.path == "__future__.annotations" for one in future):  # it isn't evaluated
+                    around = around._replace(branch="typing")
             case ast.For() | ast.AsyncFor() if field == "body":
-                return around._replace(envs=self._resolver.unrolled([node], around.envs))
-            case ast.If() if is_type_checking(node):
-                return around._replace(typing=around.typing or field == "body")
-            case ast.If(test=test) | ast.IfExp(test=test) if field != "test":
-                return around._replace(checked=around.checked or self._resolver.is_check(test, around.scope))
-            case ast.With(items=items) | ast.AsyncWith(items=items) if field == "body":
-                calls = [one.context_expr for one in items if isinstance(one.context_expr, ast.Call)]
-                suppressed = [one for call in calls if last_name(call.func) == "suppress" for one in call.args]
-                return around._replace(caught=around.caught | frozenset(map(last_name, suppressed)))
-            case _ if isinstance(node, TRIES) and field in ("body", "handlers") and (caught := exceptions_caught(node)):
-                # A handler is another way where the first one fails.
-                return around._replace(caught=around.caught | (caught if field == "body" else _CATCH_ALL))
-        return around
+                envs = self._resolver.unrolled([node], envs)
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                envs = self._resolver.unrolled(node.generators, envs)
+            case ast.If(test=test) | ast.IfExp(test=test) if field != "test" and not is_type_checking(node):
+                checked = checked or self._resolver.is_check(test, scope)
+        return _Context(envs, node, around, checked, deferred)
 
     def _at(self, node: ast.AST, parent: ast.AST, env: Env) -> Iterator[_Found]:
         """What a node itself uses."""
@@ -335,7 +313,7 @@ class _Finder:
             self._patches[key] = set()  # within a circle: nothing more
             self._depth += 1
             try:
-                inside = ((node, around.parent, each) for node, around in self._nodes(env) for each in around.envs)
+                inside = ((node, context.parent, each) for node, context in self._nodes(env) for each in context.envs)
                 found = {one for at in inside for one in self._at(*at)}
                 self._patches[key] = {one for one in found if one[0] == "patch"}
             finally:
