@@ -26,9 +26,6 @@ from .releases import Release, covered, select
 from .scan import Disagreement, Event, Findings, check, claims, heading, history, history_table, read
 from .upstream import PACKAGES, REPLACEMENTS, SEAMS, distribution_of
 
-_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-
-
 #: The histories of seams, by distribution and target.
 _Histories = Mapping[str, Mapping[str, Sequence[Event]]]
 
@@ -152,7 +149,7 @@ def _seams(given: Sequence[str], shims: Sequence[Shim], releases: Iterable[str])
     for shim in shims:
         seams.get(shim.distribution, {}).update(dict.fromkeys(seam.target for seam in shim.seams))
     for target in given:
-        if not _TARGET.fullmatch(target):
+        if target.count(":") != 1 or not all(map(str.isidentifier, re.split("[.:]", target))):
             raise MatrixError(
                 f"{target!r} isn't a seam; write package.module:attribute or package.module:Class.attribute"
             )

@@ -167,10 +167,11 @@ def check(shims: Iterable[Shim], findings: Findings) -> list[Disagreement]:
         for release in [release for release in findings if claims(shim, release)]:
             for seam in shim.seams_for(str(release.version)):
                 there = findings[release][seam.target]
-                doubts = [_doubt(seam, one) for one in (there, *there.others)]
-                if any(doubts):
-                    certain = all(doubt is not None and doubt[1] for doubt in doubts)
-                    what = " or ".join(dict.fromkeys(doubt[0] for doubt in doubts if doubt is not None))
+                forms = (there, *there.others)
+                doubts = [doubt for one in forms if (doubt := _doubt(seam, one)) is not None]
+                if doubts:
+                    certain = len(doubts) == len(forms) and all(sure for _, sure in doubts)
+                    what = " or ".join(dict.fromkeys(text for text, _ in doubts))
                     expected = "an attribute" if seam.any_form else f"({', '.join([*seam.parameters, '...'])})"
                     found.append(Disagreement(shim.name, seam.target, release, expected, what, certain))
     return found

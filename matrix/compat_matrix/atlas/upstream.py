@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from itertools import islice
 
+import tomli
 from packaging.utils import canonicalize_name
 
 from kernel_compat.patching.shim import Shim
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _INSTALL = "kernel_compat.install()"
 
@@ -39,7 +34,7 @@ class Replacement:
     called: bool = False
 
 
-_table = tomllib.loads((files(__package__) / "upstream.toml").read_text("utf-8"))
+_table = tomli.loads((files(__package__) / "upstream.toml").read_text("utf-8"))
 #: The attributes that the library relies on, by distribution.
 SEAMS: Mapping[str, Sequence[str]] = _table["seams"]
 #: Patterns of old names that transformers 5 serves though no source defines them, with their new ones.
