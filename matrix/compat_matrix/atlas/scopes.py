@@ -10,7 +10,7 @@ from contextlib import suppress
 from importlib.util import resolve_name
 from typing import Literal, NamedTuple
 
-#: Exceptions that a missing name raises, as any other error.
+#: Exceptions that include those of a missing name.
 CATCH_ALL = frozenset({"Exception", "BaseException"})
 #: Statements with handlers; ``except*`` since Python 3.11.
 _TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
@@ -62,11 +62,7 @@ class Around(NamedTuple):
         if isinstance(node, _TRIES) and field in ("body", "handlers") and (here := _exceptions_caught(node)):
             # A handler is another way where the first one fails.
             caught |= here if field == "body" else CATCH_ALL
-        elif isinstance(node, (ast.With, ast.AsyncWith)) and field == "body":
-            calls = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
-            suppressed = [one for call in calls if last_name(call.func) == "suppress" for one in call.args]
-            caught |= frozenset(map(last_name, suppressed))
-        elif isinstance(node, (ast.For, ast.AsyncFor)) and field == "body":
+        if isinstance(node, (ast.For, ast.AsyncFor)) and field == "body":
             loops = (*loops, node)
         return Around(branch, caught, loops)
 
@@ -100,6 +96,7 @@ class Scope:
 
     Attributes:
         path: dotted, with the module's.
+        node: the module, class or function.
         package: the package for relative imports.
         parent: the scope around it; None for a module.
         outermost: the module.

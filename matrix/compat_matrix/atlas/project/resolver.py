@@ -264,18 +264,25 @@ class Resolver:
         match node:
             case ast.Call(func=ast.Attribute(value=table, attr=method), args=[]):
                 node = table
-        literals = [node]
+        literals: Sequence[ast.expr] = [node]
         if isinstance(node, ast.Name):
             binder = scope.binder_of(node.id)
             bound = [one.expression for one in binder.names[node.id]] if binder is not None else []
-            literals = [one for one in bound if isinstance(one, _DISPLAYS)]
+            literals = [one for one in bound if isinstance(one, (*_DISPLAYS, ast.DictComp))][:1]
         match literals:
-            case [ast.Dict(keys=keys, values=values), *_] if method in ("", "items", "keys", "values"):
+            case [
+                ast.DictComp(
+                    ast.Name(key), value, [ast.comprehension(ast.Name(target), ast.List(rows) | ast.Tuple(rows))]
+                )
+            ]:
+                literals = [ast.Dict([*rows], [value] * len(rows))] if key == target else []
+        match literals:
+            case [ast.Dict(keys=keys, values=values)] if method in ("", "items", "keys", "values"):
                 pairs = [(key, value) for key, value in zip(keys, values, strict=True) if key is not None]
                 if method == "items":
                     return [ast.Tuple([key, value], ast.Load()) for key, value in pairs]
                 return [value if method == "values" else key for key, value in pairs]
-            case [ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements), *_] if not method:
+            case [ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements)] if not method:
                 return elements
         return []
 

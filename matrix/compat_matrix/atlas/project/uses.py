@@ -230,6 +230,10 @@ class _Finder:
                 envs = self._resolver.unrolled([node], envs)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 envs = self._resolver.unrolled(node.generators, envs)
+            case ast.With(items=items) | ast.AsyncWith(items=items) if field == "body":
+                calls = [one.context_expr for one in items if isinstance(one.context_expr, ast.Call)]
+                suppressed = [one for call in calls if last_name(call.func) == "suppress" for one in call.args]
+                around = around._replace(caught=around.caught | frozenset(map(last_name, suppressed)))
             case ast.If(test=test) | ast.IfExp(test=test) if field != "test" and not is_type_checking(node):
                 checked = checked or self._resolver.is_check(test, scope)
         return _Context(envs, node, around, checked, deferred)
