@@ -58,8 +58,6 @@ class Shim:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "distribution", canonicalize_name(self.distribution))
-        for versions in (self.versions, *(seam.versions for seam in self.seams)):
-            SpecifierSet(versions)  # InvalidSpecifier here, and not where it is compared first
 
     def seams_for(self, version: str) -> tuple[Seam, ...]:
         """The seams that a release of the distribution has."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from rich.console import Console
 from rich.text import Text
 
@@ -102,6 +103,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.check:
             raise MatrixError(text)
         note(text)
+    for shim in shims:
+        try:
+            for specifier in (shim.versions, *(seam.versions for seam in shim.seams)):
+                SpecifierSet(specifier)
+        except InvalidSpecifier as error:
+            raise MatrixError(f"the shim {shim.name}: {error}") from error
     selected = {distribution: options[distribution] for distribution in SEAMS if options[distribution] is not None}
 
     def releases_of(distribution: str) -> list[Release]:
