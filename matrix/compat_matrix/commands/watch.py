@@ -180,7 +180,7 @@ def read_atlas(store: Store, index: Index, new: Releases) -> Atlas:
             if distribution in claimed or distribution in new:
                 known = covered(distribution, claimed.get(distribution, ()), index.files(distribution))
                 versions = sorted({one.version for one in known}.union(new.get(distribution, ())))
-                words += [f"--{distribution}", ",".join(map(str, versions))] if versions else []
+                words += [f"--{distribution}", ",".join(map(str, versions))]
         parser = argparse.ArgumentParser()
         atlas_command.add_arguments(parser)
         with redirect_stdout(io.StringIO()) as printed:

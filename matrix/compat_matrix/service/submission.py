@@ -9,8 +9,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from sqlalchemy import update
 
-from .. import jobs as of_cells
-from .. import runner
+from .. import jobs, runner
 from ..axes import Axes
 from ..cells import LONGEST, NAME, Cell
 from ..errors import MatrixError
@@ -82,7 +81,7 @@ class Queue:
         options = argparse.Namespace(words=wanted.words, suite=wanted.suite, pytest=[])
         submission = {"suite": wanted.suite, "fingerprint": of_axes(axes)}
         more = {"excluded": excluded, "label": wanted.label, "submission": submission}
-        name = of_cells.new_run(options, self.store, axes, cells, **more)
+        name = jobs.new_run(options, self.store, axes, cells, **more)
         return Submitted(run=name, cells=len(cells), excluded=len(excluded))
 
     def retry(self, run: str) -> Submitted:
@@ -93,7 +92,7 @@ class Queue:
             MatrixError: it doesn't exist, or a cell can't be run here.
         """
         axes, found = self._axes(), self.store.run(run)
-        if found.revision != (here := of_cells.revision(axes.folder)):
+        if found.revision != (here := jobs.revision(axes.folder)):
             raise submissions.StateError(f"the run {run} tested {found.revision or 'no commit'}, and here is {here}")
         if other := next((one for one in ("--pytest", "--latest") if one in found.command), None):
             raise submissions.StateError(f"the run {run} was made with {other}: resume it with the command line")
@@ -123,7 +122,7 @@ class Queue:
         if without := next((cell for cell in cells if axes.tests_of(cell, suite) is None), None):
             raise MatrixError(f"{axes.path.name} has no tests for {without} in the suite {suite!r}")
         if self._options is not None:
-            of_cells.jobs_of(for_suite(self._options, suite), axes, cells, {})
+            jobs.jobs_of(for_suite(self._options, suite), axes, cells, {})
 
 
 def for_suite(options: argparse.Namespace, suite: str) -> argparse.Namespace:
