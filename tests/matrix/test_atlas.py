@@ -787,7 +787,10 @@ def test_a_wheel_that_is_gone_from_its_index(index: Server, atlas: Callable[...,
 
 def configure(index_settings: pytest.MonkeyPatch, tmp_path: Path, how: str, url: str) -> None:
     """Configure the index so that no default index outside the test gets a request."""
-    if how == "UV_INDEX":
+    if how == "pip.conf":
+        (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = {url}\n")
+        index_settings.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    elif how == "UV_INDEX":
         index_settings.setenv("UV_DEFAULT_INDEX", (tmp_path / "empty").as_uri())
         index_settings.setenv("UV_INDEX", f"mine={url}")
     elif how == "PIP_EXTRA_INDEX_URL":
@@ -798,7 +801,7 @@ def configure(index_settings: pytest.MonkeyPatch, tmp_path: Path, how: str, url:
 
 
 @pytest.mark.parametrize(
-    "how", ["UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL", "UV_INDEX", "PIP_EXTRA_INDEX_URL"]
+    "how", ["UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL", "UV_INDEX", "PIP_EXTRA_INDEX_URL", "pip.conf"]
 )
 def test_the_index_is_that_of_pip_and_uv(
     server: Server, index_settings: pytest.MonkeyPatch, atlas: Callable[..., Any], tmp_path: Path, how: str

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import configparser
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,15 @@ from urllib.parse import urlsplit, urlunsplit
 from urllib.request import url2pathname
 
 import requests
-from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
+from packaging.utils import (
+    InvalidSdistFilename,
+    InvalidWheelFilename,
+    NormalizedName,
+    parse_sdist_filename,
+    parse_wheel_filename,
+)
 from packaging.version import Version
+from platformdirs import PlatformDirs
 from pypi_simple import (
     PYPI_SIMPLE_ENDPOINT,
     NoSuchProjectError,
@@ -51,6 +59,16 @@ class File:
         return self.filename.endswith(".whl")
 
     @property
+    def identity(self) -> tuple[NormalizedName, Version] | None:
+        """The distribution and its version; None for a file that isn't a wheel or source distribution, or has an invalid name."""
+        if not self.filename.endswith((".whl", ".tar.gz")):
+            return None
+        try:
+            return parse_wheel_filename(self.filename)[:2] if self.is_wheel else parse_sdist_filename(self.filename)
+        except (InvalidWheelFilename, InvalidSdistFilename):
+            return None
+
+    @property
     def local_path(self) -> Path | None:
         """Its path, if its URL is that of a local file; else None."""
         parts = urlsplit(self.url)
@@ -61,12 +79,14 @@ class Index:
     """All indexes that pip or uv would use, merged: the default index, extra ones, and folders of wheels."""
 
     def __init__(self) -> None:
-        defaults = _listed("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
-        more = _listed("UV_INDEX", "UV_EXTRA_INDEX_URL", "PIP_EXTRA_INDEX_URL")
-        self._urls = [_index_url(one) for one in ((defaults or [PYPI_SIMPLE_ENDPOINT])[0], *more)]
-        self._folders = _listed("UV_FIND_LINKS", "PIP_FIND_LINKS")
+        default = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL") or _pip("index-url")
+        self._urls = [
+            _index_url(default or PYPI_SIMPLE_ENDPOINT),
+            *map(_index_url, _listed("UV_INDEX", "UV_EXTRA_INDEX_URL", pip="extra-index-url")),
+        ]
+        self._folders = _listed("UV_FIND_LINKS", pip="find-links")
         self.session = requests.Session()
-        self.session.verify = os.environ.get("SSL_CERT_FILE") or os.environ.get("PIP_CERT") or True
+        self.session.verify = os.environ.get("SSL_CERT_FILE") or _pip("cert") or True
         retry = Retry(3, connect=1, backoff_factor=0.3, status_forcelist=(429, 502, 503, 504), raise_on_status=False)
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, HTTPAdapter(pool_maxsize=THREADS, max_retries=retry))
@@ -81,13 +101,8 @@ class Index:
         there += [file for folder in self._folders for file in _in_folder(folder)]
         found: dict[Version, list[File]] = {}
         for file in {one.filename: one for one in reversed(there)}.values():  # the first index counts
-            if not file.filename.endswith((".whl", ".tar.gz")):
-                continue
-            with suppress(InvalidWheelFilename, InvalidSdistFilename):
-                parsed = parse_wheel_filename if file.is_wheel else parse_sdist_filename
-                name, version, *_ = parsed(file.filename)
-                if name == distribution:
-                    found.setdefault(version, []).append(file)
+            if file.identity is not None and file.identity[0] == distribution:
+                found.setdefault(file.identity[1], []).append(file)
         if not found:
             raise MatrixError(f"no release of {distribution} in {', '.join(map(shown, [*self._urls, *self._folders]))}")
         return dict(sorted(found.items()))
@@ -150,13 +165,13 @@ class Index:
             raise MatrixError(f"{shown(index)} can't be queried for {distribution}: {reason(error)}") from error
         return [
             File(
-                one.filename,
-                shown(one.url.partition("#")[0]),
-                one.digests.get("sha256"),
-                one.requires_python,
-                one.is_yanked,
+                package.filename,
+                shown(package.url.partition("#")[0]),
+                package.digests.get("sha256"),
+                package.requires_python,
+                package.is_yanked,
             )
-            for one in page.packages
+            for package in page.packages
         ]
 
 
@@ -192,14 +207,37 @@ def _index_url(text: str) -> str:
     """The address of an index as in pip's and uv's options: an address, ``name=address`` (uv), or a folder."""
     name, _, address = text.partition("=")
     url = address if name.replace("-", "").replace("_", "").isalnum() and address else text
-    with suppress(ValueError):
-        if "://" not in url:
-            return Path(url).absolute().as_uri()
+    if "://" not in url:
+        url = Path(url).absolute().as_uri()
+    try:
         if urlsplit(url).scheme in ("http", "https", "file"):
             return url
+    except ValueError:
+        pass
     raise MatrixError("the configured address of a package index is invalid")
 
 
-def _listed(*variables: str) -> list[str]:
-    """The entries of environment variables, which spaces or commas separate."""
-    return list(dict.fromkeys(" ".join(os.environ.get(one, "") for one in variables).replace(",", " ").split()))
+def _listed(*variables: str, pip: str) -> list[str]:
+    values = [os.environ.get(variable, "") for variable in variables]
+    return list(dict.fromkeys(" ".join([*values, _pip(pip)]).replace(",", " ").split()))
+
+
+def _pip(option: str) -> str:
+    """An option of pip, from the environment or its configuration files; empty if it isn't set."""
+    value = os.environ.get("PIP_" + option.upper().replace("-", "_"))
+    if value is not None:
+        return value
+    given = os.environ.get("PIP_CONFIG_FILE", "")
+    system = PlatformDirs("pip", appauthor=False, multipath=True)
+    sites = reversed(system.site_config_dir.split(os.pathsep))
+    folders = [*sites, "/etc", f"{Path.home()}/.pip", system.user_config_dir, sys.prefix]
+    paths = [*(f"{folder}/pip.conf" for folder in folders), given]
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read([] if given == os.devnull else paths, encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError) as error:
+        raise MatrixError(f"a configuration file of pip can't be read: {error}") from error
+    # Of an option that has underscores, too, the last one counts.
+    sections = [parser[section] for section in ("global", "install") if parser.has_section(section)]
+    found = [value for section in sections for key, value in section.items() if key.replace("_", "-") == option]
+    return found[-1] if found else ""
