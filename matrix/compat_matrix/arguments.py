@@ -67,6 +67,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--only": option('only cells that match, such as "transformers>=5.4 and torch==2.11"', "EXPRESSION"),
     "--pairwise": flag("a small subset in which every two values still meet"),
     "--shard": option("only this part of the cells, such as 3/8", "N/OF"),
+    "--excluded": flag("list the excluded cells, with the reasons"),
     "--all": flag("run every cell: without a selection this is needed"),
     # Where their packages come from.
     "--latest": flag("the newest releases that fit, instead of the pins"),
@@ -149,7 +150,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "check": Command("commands.check:run", "ask a service for its verdict on this environment", "service --json"),
-    "list": Command("commands.cells:list_cells", "list the cells", f"{SELECTION} --json"),
+    "list": Command("commands.cells:list_cells", "list the cells", f"{SELECTION} --excluded --json"),
     "pin": Command("commands.packages:pin", "resolve the cells and write their pins", f"{SELECTION} --latest"),
     "fetch": Command(
         "commands.packages:fetch",

@@ -146,6 +146,9 @@ def test_cells_are_listed(project: Small) -> None:
     first = json.loads(project.run("list", "--json").stdout)[0]
     assert first["name"] == f"{TAG}-tf5.0-torch2.11"
     assert first["device"] == "cpu"
+    refused = json.loads(project.run("list", "--excluded", "--json").stdout)
+    assert refused == {f"{TAG}-tf{minor}-torch2.11-fa4": "no kernel on a CPU" for minor in ("5.0", "5.1")}
+    assert "no kernel on a CPU" in project.run("list", "--excluded").stdout
 
 
 def test_shards_of_a_list_are_the_list(project: Small) -> None:

@@ -56,6 +56,9 @@ def test_every_command_takes_them(project: Small) -> None:
     listed = json.loads(project.run("list", "--json", "--only", "peft==0.16").stdout)
     assert listed[0] == {"name": names[0], **parse(names[0]).axes}
     assert listed[0]["peft"] == "0.16"
+    assert json.loads(project.run("list", "--excluded", "--json").stdout) == dict.fromkeys(
+        [name("0.16", "nccl"), name("0.17", "nccl")], "needs 0.18"
+    )
     assert f"{name('0.17', 'nccl')} is excluded: needs 0.18" in project.run("run", name("0.17", "nccl")).stderr
     done = project.run("list", "--only", "pfet==0.16")
     assert (done.returncode, done.stdout) == (2, "")

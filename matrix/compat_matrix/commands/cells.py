@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 from ..axes import load
@@ -17,8 +18,13 @@ LIMIT = 256
 
 
 def list_cells(options: argparse.Namespace) -> int:
-    """Print the cells; returns the exit code."""
+    """Print the cells, or the reasons for the excluded ones; returns the exit code."""
     axes = load(options.axes)
+    if options.excluded:
+        refused = {cell.name: because for cell, because in axes.all_cells.items() if because}
+        counts = [f"{plural(count, 'cell')}: {because}" for because, count in Counter(refused.values()).most_common()]
+        print(json.dumps(refused, indent=2) if options.json else "\n".join(counts))
+        return 0
     cells = axes.select(options.only, options.cells, options.pairwise, options.shard)
     if options.json:
         print(json.dumps([{"name": cell.name, **cell.axes} for cell in cells], indent=2))
