@@ -146,11 +146,13 @@ def read(path: Path, python: str) -> Part:
 
 
 def write(part: Part, folder: Path) -> None:
-    """Write a pin file; raises `MatrixError` if it can't be written."""
+    """Write a pin file, replacing an older one as a whole; raises `MatrixError` if it can't be written."""
     path = folder / f"{part.name}.txt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(part.text, encoding="utf-8")
+        scratch = path.with_suffix(".part")
+        scratch.write_text(part.text, encoding="utf-8")
+        scratch.replace(path)
     except OSError as error:
         raise MatrixError(f"{path} can't be written: {error.strerror}") from None
 

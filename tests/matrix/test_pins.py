@@ -47,6 +47,20 @@ def test_what_changes_is_written(tmp_path: Path) -> None:
     assert new.key != Part(new.name, "3.12", new.pins).key
 
 
+def test_an_interrupted_write_leaves_the_old_pins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = (Part("py311-tf5.23", "3.11", (Pin("transformers", f"5.23.{n}", HASH),)) for n in range(2))
+    pins.write(old, tmp_path)
+
+    def interrupted(path: Path, text: str, **_: object) -> None:
+        path.write_bytes(text[:20].encode())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pins.write(new, tmp_path)
+    assert pins.read(tmp_path / "py311-tf5.23.txt", "3.11") == old
+
+
 def test_comments_and_empty_lines_are_no_pins(tmp_path: Path) -> None:
     path = tmp_path / "py311-tf5.23.txt"
     path.write_text(f"# made by hand\n\nnumpy==2.5.4 --hash=sha256:{HASH}\n")
