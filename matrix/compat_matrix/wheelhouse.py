@@ -44,7 +44,7 @@ class Wheelhouse(BaseModel):
 
     Attributes:
         wheel: the file name of the tested project's wheel.
-        parts: for each base, in ``torch_alone``: torch, and the pins that only torch needs.
+        parts: for each base and layer, in ``torch_alone``: torch, and the pins that only torch needs; none in a layer.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -27,7 +27,7 @@ class Entry(NamedTuple):
 
     state: str  # one of `STATES`
     word: str  # in the grid, such as how it failed
-    running: bool  # a newer result is on its way
+    running: bool  # it runs now
     past: Past | None  # its newest result or plan; None if no run has planned it
     reason: str  # why it failed, wasn't run or is excluded
 

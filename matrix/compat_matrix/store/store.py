@@ -104,7 +104,7 @@ class Store:
             excluded: excluded cells, with the reasons.
             axes: the text of the axes file.
             label: a name for the run, which need not be unique.
-            partial: whether its cells run less than their default suite; `current` and ``latest`` leave such runs out.
+            partial: whether its cells run anything other than their whole default suite; `current` and ``latest`` leave such runs out.
             submission: the ``suite`` and the ``fingerprint`` of a run that waits for a service.
         """
         started = datetime.now(timezone.utc)

@@ -32,7 +32,7 @@ class Waiting(NamedTuple):
 
     Attributes:
         host: the machine of the service that executes it; empty while it waits.
-        seen: when that service last said so, by its clock.
+        seen: when that service last said so, by the clock of the database.
         reason: why its execution failed before; empty if it didn't.
     """
 
