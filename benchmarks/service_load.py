@@ -55,7 +55,9 @@ def copied(path: Path, url: str) -> None:
                     for row in reading.execution_options(yield_per=1000).execute(select(table)):
                         copy.write_row(
                             [
-                                models.pack(value) if isinstance(column.type, models.Packed) else value
+                                column.type.process_bind_param(value, writing.dialect)
+                                if isinstance(column.type, models.Packed)
+                                else value
                                 for column, value in zip(table.c, row, strict=True)
                             ]
                         )

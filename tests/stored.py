@@ -72,6 +72,11 @@ def stored(store: Store, results: Iterable[CellResult], label: str = "", state: 
     return run
 
 
+def unfinished(store: Store, run: str) -> list[Cell]:
+    """The planned cells without a result, in the order planned."""
+    return [cell for cell, summary in store.summary(run).items() if summary.state == "unfinished"]
+
+
 def released(path: Path) -> None:
     """Make a SQLite store one as 0.2.0 wrote it."""
     old = path.with_suffix(".old")

@@ -1,4 +1,4 @@
-"""The axes file: the cells, the excluded ones with reasons, the packages in a cell and the tests it runs."""
+"""The axes file: the cells, the packages in a cell and the tests it runs. docs/matrix.md describes its fields."""
 
 from __future__ import annotations
 
@@ -32,28 +32,25 @@ from pydantic import (
 
 from kernel_compat import releases
 
-from .cells import AXES, LONGEST, WORD, Cell, values_of
+from .cells import AXES, LONGEST, WORD, Cell, shard, values_of
 from .errors import MatrixError
 from .expressions import Expression, is_release, release
 
+#: Where a project has its file.
+PLACES = (Path("matrix", "axes.toml"), Path("axes.toml"))
 #: This project's file, the default.
 OWN = Path(__file__).parent.parent / "axes.toml"
 
 
 def _accepted_by(check: Callable[[str], object]) -> AfterValidator:
-    """A text that a function accepts."""
-
-    def same(text: str) -> str:
-        check(text)
-        return text
-
-    return AfterValidator(same)
+    """A text that a function accepts: it raises `ValueError`, or returns what is true."""
+    return AfterValidator(lambda text: check(text) and text)
 
 
-def _check_day(text: str) -> None:
+def _day(text: str) -> date:
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", text, re.ASCII):
         raise ValueError(f"a day such as 2026-11-15, not {text!r}")
-    date.fromisoformat(text)
+    return date.fromisoformat(text)
 
 
 def _condition(given: Any, info: ValidationInfo) -> Expression:
@@ -64,14 +61,8 @@ def _condition(given: Any, info: ValidationInfo) -> Expression:
     return given
 
 
-def _day_or_condition(text: str, info: ValidationInfo) -> str:
-    _check_day(text) if text[:1].isdecimal() else _condition(text, info)
-    return text
-
-
 def _distinct(values: list[str]) -> list[str]:
-    twice = sorted({value for value in values if values.count(value) > 1})
-    if twice:
+    if twice := sorted({value for value in values if values.count(value) > 1}):
         raise ValueError(f"{', '.join(twice)} is listed twice")
     return values
 
@@ -81,9 +72,8 @@ def _supported(listed: dict[str, str]) -> BeforeValidator:
     return BeforeValidator(lambda value: releases.minors(listed) if value == "supported" else value)
 
 
-#: The axes that determine the packages of the base. The others do so for the layer, except the device, which does for none.
-_BASE = ("python", "torch", "flash_attention")
-_NOT_OF_LAYER = ("torch", "flash_attention", "device")
+#: The axes that determine the packages of the base, and those that don't determine the ones of the layer.
+_BASE, _NOT_OF_LAYER = {"python", "torch", "flash_attention"}, {"torch", "flash_attention", "device"}
 
 #: Words of expressions, and the names of other fields and filters where results are written or queried by axis.
 _RESERVED = {
@@ -94,25 +84,21 @@ _RESERVED = {
 }
 
 
-def _check_axis(name: str) -> None:
+def _axis(name: str) -> str:
     if near := get_close_matches(name, AXES, 1, 0.9):
         raise ValueError(f"there is no such axis; is it {near[0]}?")
     if not re.fullmatch(WORD, name) or name in _RESERVED:
-        raise ValueError(
-            "the name of an axis is a word of at most 40 lower-case letters, digits and underscores, such as peft, and none of "
-            + ", ".join(sorted(_RESERVED))
-        )
+        form = "a word of at most 40 lower-case letters, digits and underscores, such as peft"
+        raise ValueError(f"the name of an axis is {form}, and none of {', '.join(sorted(_RESERVED))}")
+    return name
 
 
 def _alike(values: list[str]) -> list[str]:
-    words = [value for value in values if not is_release(value)]
-    if words and len(words) < len(values):
+    if len({*map(is_release, values)}) > 1:
         raise ValueError(f"the values of an axis are releases, or words, not both: {', '.join(values)}")
-    for word in words:
-        if not re.fullmatch(WORD, word):
-            raise ValueError(
-                f"a value is a release such as 0.17, or a word of lower-case letters, digits and underscores, not {word!r}"
-            )
+    if wrong := [value for value in values if not is_release(value) and not re.fullmatch(WORD, value)]:
+        form = "a release such as 0.17, or a word of lower-case letters, digits and underscores"
+        raise ValueError(f"a value is {form}, not {wrong[0]!r}")
     return values
 
 
@@ -120,8 +106,9 @@ Condition = Annotated[Expression, PlainValidator(_condition)]
 T = TypeVar("T", bound=str)
 Distinct = Annotated[list[T], Field(min_length=1), AfterValidator(_distinct)]
 Text = Annotated[str, Field(min_length=1)]
+Day = Annotated[str, _accepted_by(_day)]
 Releases = Distinct[Annotated[str, _accepted_by(release)]]
-OwnAxis = Annotated[str, _accepted_by(_check_axis)]
+OwnAxis = Annotated[str, _accepted_by(_axis)]
 OwnValues = Annotated[Distinct[str], AfterValidator(_alike)]
 
 
@@ -137,11 +124,7 @@ class _Conditional(_Table):
 
 
 class Values(_Table):
-    """The values of each axis, in the order in which they are run and shown.
-
-    ``transformers = "supported"`` and ``torch = "supported"`` are the lists of `kernel_compat.releases`. Cells have no
-    transformers or torch if it is left out. All other names are axes of the project's own.
-    """
+    """The values of each axis, in the order in which they are run and shown. Other names are axes of the project's own."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
     __pydantic_extra__: dict[OwnAxis, OwnValues] = Field(init=False)
@@ -175,24 +158,14 @@ class Exclude(_Table):
 
 
 class Project(_Table):
-    """The tested project. It is installed from its folder, with its requirements.
-
-    Attributes:
-        path: its folder, relative to the axes file's.
-        extras: its extras that are installed in every cell.
-    """
+    """The tested project: its folder, relative to the axes file's, and the extras that every cell has."""
 
     path: str = "."
     extras: list[str] = []
 
 
 class Packages(_Conditional):
-    """Requirements of the cells that match a condition.
-
-    Attributes:
-        part: ``"base"``, with torch, or ``"layer"``, with transformers and the distributions of own axes: required if it depends on
-            one of these or on one of their requirements.
-    """
+    """Requirements of the cells that match a condition, in their base or in their layer."""
 
     requires: Annotated[list[Annotated[str, _accepted_by(Requirement)]], Field(min_length=1)]
     part: Literal["base", "layer"] = "base"
@@ -200,30 +173,19 @@ class Packages(_Conditional):
     @model_validator(mode="after")
     def _part_is_known(self) -> Packages:
         """The condition may only use the part's axes, as all cells with the same values of these share the part."""
-        if self.when is not None:
-            axes = self.when.axes
-            others = sorted(axes - {*_BASE} if self.part == "base" else axes & {*_NOT_OF_LAYER})
-            if others:
-                rest = "torch and flash_attention" if self.part == "base" else "transformers and the project's own axes"
-                raise ValueError(
-                    f"the {self.part} of a cell depends on python, {rest} only, not on {', '.join(others)}"
-                )
+        axes = self.when.axes if self.when else set()
+        if self.part == "base":
+            others, may = axes - _BASE, "torch and flash_attention"
+        else:
+            others, may = axes & _NOT_OF_LAYER, "transformers and the project's own axes"
+        if others:
+            said = f"the {self.part} of a cell depends on python, {may} only"
+            raise ValueError(f"{said}, not on {', '.join(sorted(others))}")
         return self
 
 
 class Tests(_Conditional):
-    """The tests that the cells matching a condition run.
-
-    Attributes:
-        suite: the name for ``run --suite``.
-        command: the arguments; if the first is ``pytest``, the cell's Python runs it, with the plugins that collect results.
-        minutes: the time limit.
-        gpus: the number of GPUs that a cell leases; each gets a pytest worker.
-        memory: the memory in GiB, for schedulers.
-        accelerator: the type of these GPUs, as Ray names it; without Ray it has no effect.
-        environment: environment variables in addition to the runner's.
-        watch: an axis of releases; on its new ones `watch` runs this suite too, in the last cell of each release.
-    """
+    """The tests that the cells matching a condition run. The memory is in GiB."""
 
     __test__ = False
 
@@ -246,45 +208,20 @@ class Tests(_Conditional):
 
 
 class Known(_Conditional):
-    """Failures that are tied to an issue: in the cells that match a condition, they don't fail the run.
-
-    Attributes:
-        test: a node id, in which ``*`` stands for any text.
-        issue: the link to the issue.
-        until: the last day, such as ``"2026-12-31"``, or a condition on cells, such as ``"transformers>=5.24"``: the release in
-            which the failure should be gone.
-        because: what fails.
-    """
+    """Failures that are tied to an issue: in the cells that match a condition, they don't fail the run."""
 
     test: Text
     issue: Annotated[str, Field(pattern=r"^https?://[!-~]+$", max_length=500)]
-    until: Annotated[str, AfterValidator(_day_or_condition)]
+    until: Day
     because: Text
 
     def matches(self, nodeid: str) -> bool:
         """Whether `test` matches a node id."""
         return re.fullmatch(".*".join(map(re.escape, self.test.split("*"))), nodeid, re.DOTALL) is not None
 
-    @property
-    def last_day(self) -> date | None:
-        """The last day; None if a release ends it."""
-        return date.fromisoformat(self.until) if self.until[0].isdecimal() else None
-
-    def ended(self, cell: Cell, today: date) -> bool:
-        """Whether a failure isn't accepted any more: the last day is over, or the cell has the release that ends it."""
-        return Expression(self.until)(cell) if self.last_day is None else self.last_day < today
-
 
 class Axes(_Table):
-    """An axes file.
-
-    Attributes:
-        version: the version of the file format: 1.
-        axes: one table of values or several, whose cells are joined.
-        not_installed: own axes of releases that aren't distributions.
-        exclude_newer: a day such as ``"2026-11-15"``; pins are resolved from the releases that existed at its start.
-        path: the path of the file.
-    """
+    """An axes file, with its path."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ignored_types=(cached_property,))
 
@@ -297,8 +234,7 @@ class Axes(_Table):
     packages: list[Packages] = []
     known: list[Known] = []
     project: Project = Project()
-    exclude_newer: Annotated[str, _accepted_by(_check_day)] | None = None
-    not_installed: list[str] = []
+    exclude_newer: Day | None = None
     path: Path = Field(default=OWN, exclude=True)
 
     @cached_property
@@ -317,20 +253,15 @@ class Axes(_Table):
 
     @cached_property
     def distributions(self) -> dict[str, str]:
-        """The own axes whose values are releases of a distribution, with the names of the distributions."""
-        return {
-            axis: canonicalize_name(axis)
-            for axis, values in self.own.items()
-            if is_release(values[0]) and axis not in self.not_installed
-        }
+        """The axes whose values are releases of a distribution, with the names of the distributions."""
+        axes = {axis: values for axis, values in values_of(self.all_cells).items() if axis != "python" and values}
+        return {axis: canonicalize_name(axis) for axis, values in axes.items() if is_release(values[0])}
 
     @model_validator(mode="after")
     def _tables_agree(self) -> Axes:
         """An axis has releases in all tables, or words."""
         if mixed := next((axis for axis, values in self.own.items() if len({*map(is_release, values)}) > 1), None):
             raise ValueError(f"{mixed}: the values of an axis are releases, or words, not both")
-        if unknown := sorted({*self.not_installed} - self.own.keys()):
-            raise ValueError(f"not_installed: there is no axis {', '.join(unknown)}")
         return self
 
     @property
@@ -338,13 +269,10 @@ class Axes(_Table):
         """The combinations that aren't excluded."""
         return [cell for cell, because in self.all_cells.items() if not because]
 
-    def select(self, only: str | None = None, names: Sequence[str] = (), pairwise: bool = False) -> list[Cell]:
-        """Select cells that aren't excluded.
-
-        Args:
-            only: an `Expression`.
-            names: the names of the cells; empty for all.
-            pairwise: reduce the selection to a small one in which every two values that share a cell still do.
+    def select(
+        self, only: str | None = None, names: Sequence[str] = (), pairwise: bool = False, part: str | None = None
+    ) -> list[Cell]:
+        """Select cells that aren't excluded, by a condition and by names, all or a `cover`; of these a part such as ``3/8``.
 
         Raises:
             MatrixError: the condition or a name is invalid, a named cell is excluded, or no cell remains.
@@ -357,12 +285,14 @@ class Axes(_Table):
                 raise MatrixError(f"{name} is excluded: {known[name]}")
         condition = self._condition(only)
         cells = [cell for cell in self.cells if condition(cell) and (not names or cell.name in names)]
-        if not cells and only is not None:
-            refused = "".join([f": {because}" for because in self.excluded(only).values()][:1])
-            raise MatrixError(f"no cell of {self.path.name} matches {only!r}{refused}")
         if not cells:
-            raise MatrixError(f"the rules of {self.path.name} exclude every cell")
-        return cover(cells) if pairwise else cells
+            whys = [f": {because}" for because in self.excluded(only).values()]
+            what = "is left by its rules" if only is None else f"matches {only!r}"
+            raise MatrixError(f"no cell of {self.path.name} {what}{''.join(whys[:1])}")
+        cells = cover(cells) if pairwise else cells
+        if part is not None and not (cells := shard(cells, part)):
+            raise MatrixError(f"the part {part} has no cells")
+        return cells
 
     def excluded(self, only: str | None = None) -> dict[Cell, str]:
         """The excluded cells of a selection, with the reasons."""
@@ -373,11 +303,7 @@ class Axes(_Table):
         return Expression(only, self.own) if only is not None else lambda cell: True
 
     def tests_of(self, cell: Cell, suite: str = "default") -> Tests | None:
-        """The tests of a cell in a suite: the first entry that matches; None if none does.
-
-        Raises:
-            MatrixError: there is no such suite.
-        """
+        """The first tests of a suite that match a cell, or None; raises `MatrixError` if there is no such suite."""
         suites = sorted({tests.suite for tests in self.tests})
         if suite not in suites:
             raise MatrixError(f"{self.path.name} has the suites {', '.join(suites)}, not {suite!r}")
@@ -391,6 +317,11 @@ class Axes(_Table):
     def folder(self) -> Path:
         """The tested project's folder."""
         return (self.path.parent / self.project.path).resolve()
+
+    @property
+    def pins(self) -> Path:
+        """The folder of the pins, beside the axes file."""
+        return self.path.parent / "pins"
 
 
 def cover(cells: Sequence[Cell]) -> list[Cell]:
@@ -410,12 +341,14 @@ def cover(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for row, cell in rows.items() if row in chosen]
 
 
-def load(path: Path) -> Axes:
-    """Read an axes file.
+def axes_in(folder: Path) -> Path | None:
+    """The axes file of a project in a folder; None if it has none."""
+    return next((path for place in PLACES if (path := folder / place).is_file()), None)
 
-    Raises:
-        MatrixError: it can't be read or isn't a valid axes file; the message has the file and the line.
-    """
+
+def load(path: Path | None = None) -> Axes:
+    """Read an axes file, by default the one of this folder; raises `MatrixError`, with the line, if it isn't valid."""
+    path = path or axes_in(Path()) or (OWN if OWN.exists() else PLACES[0])
     try:
         text = path.read_text(encoding="utf-8")
         found = tomli.loads(text)
@@ -431,9 +364,8 @@ def load(path: Path) -> Axes:
             place = problem["loc"]
             if place[:1] == ("axes",) and not isinstance(found.get("axes"), list):
                 place = place[:1] + place[2:]
-            where = ".".join(map(str, place))
-            message = problem["msg"].removeprefix("Value error, ")
-            problems.append(f"{path}:{_line_of(text, place)}: {where}{': ' if where else ''}{message}")
+            said = [*filter(None, [".".join(map(str, place))]), problem["msg"].removeprefix("Value error, ")]
+            problems.append(": ".join([f"{path}:{_line_of(text, place)}", *said]))
         raise MatrixError("\n".join(problems)) from None
 
 
@@ -463,9 +395,6 @@ def _line_of(text: str, place: Sequence[int | str]) -> int:
 
 def _depth(found: Any, place: Sequence[int | str]) -> int:
     """The number of keys of a path that exist."""
-    for depth, key in enumerate(place):
-        try:
-            found = found[key]
-        except (KeyError, IndexError, TypeError):
-            return depth
-    return len(place)
+    with suppress(LookupError, TypeError):
+        return 1 + _depth(found[place[0]], place[1:])
+    return 0

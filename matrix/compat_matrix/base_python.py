@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
@@ -19,13 +20,8 @@ from .pins import Part, Parts
 
 _ASK = """
 import json, sys
-from importlib.metadata import distributions, distribution
-try:
-    folder = str(distribution("torch").locate_file("").resolve())
-except ImportError:
-    sys.exit("it has no torch")
-there = {d.metadata["Name"]: d.version for d in distributions(path=[folder])}
-print(json.dumps(["%d.%d" % sys.version_info[:2], folder, there]))
+from importlib.metadata import distribution
+print(json.dumps(["%d.%d" % sys.version_info[:2], str(distribution("torch").locate_file("").resolve())]))
 """
 
 
@@ -35,9 +31,8 @@ class BasePython:
 
     Attributes:
         executable: its path, with links not resolved: in a virtual environment the link itself is the Python to run.
-        python: ``"3.12"``.
         folder: the folder that contains its torch.
-        there: the packages in that folder: version by normalized name.
+        there: the versions of the packages in that folder, by normalized name.
     """
 
     executable: Path
@@ -47,55 +42,43 @@ class BasePython:
 
     @classmethod
     def inspect(cls, executable: Path) -> BasePython:
-        """Describe a Python by running it; torch isn't imported.
-
-        Raises:
-            MatrixError: it can't be run, or has no torch.
-        """
+        """Describe a Python by running it; raises a `MatrixError` if it can't be run or has no torch."""
         executable = executable.absolute()
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         command = [str(executable), "-c", _ASK]
         try:
             done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, check=False)
+            python, folder = json.loads(done.stdout)
         except OSError as error:
             raise MatrixError(f"--base-python {executable}: {error.strerror}") from None
-        try:
-            python, folder, there = json.loads(done.stdout)
         except ValueError:
             said = (done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"])[-1]
             raise MatrixError(f"--base-python {executable} doesn't work as a Python with torch: {said}") from None
-        versions: dict[str, Version] = {canonicalize_name(name): Version(there[name]) for name in there if name}
-        return cls(executable, python, Path(folder), dict(sorted(versions.items())))
+        named = [(one.metadata["Name"], one.version) for one in distributions(path=[folder])]
+        there: dict[str, Version] = {canonicalize_name(name): Version(version) for name, version in named if name}
+        return cls(executable, python, Path(folder), dict(sorted(there.items())))
 
     def check(self, cells: Iterable[Cell]) -> None:
-        """Check that cells can run on this Python and torch.
-
-        Raises:
-            MatrixError: a cell has a different Python or torch.
-        """
+        """Raise a `MatrixError` for cells with a different Python or torch."""
         torch = self.there["torch"]
-
-        def fits(cell: Cell) -> bool:
+        others = []
+        for cell in cells:
             wanted = release(cell.torch) if cell.torch else ()
-            return cell.python == self.python and torch.release[: len(wanted)] == wanted
-
-        if others := [cell.name for cell in cells if not fits(cell)]:
+            if cell.python != self.python or torch.release[: len(wanted)] != wanted:
+                others.append(cell.name)
+        if others:
             raise MatrixError(
                 f"{self.executable} is Python {self.python} with torch {torch}, which {one_and_more(others)} can't use: "
                 f'select cells with --only "python=={self.python} and torch=={torch.major}.{torch.minor}"'
             )
 
     def without_installed(self, parts: Parts, needless: Mapping[str, frozenset[str]]) -> dict[str, Part]:
-        """The bases without the pins that this Python provides: those only torch needs, and those it has in the pinned version.
-
-        Args:
-            needless: for each base, the names of the pins that only torch needs, as `pins.torch_alone` returns them.
-        """
-        there = {name: version.public for name, version in self.there.items()}
+        """The bases without the pins that this Python provides: those only torch needs (`needless`), and those it has as pinned."""
+        there = {(name, version.public) for name, version in self.there.items()}
         found = {}
         for name, alone in needless.items():
             part = parts.get(name)
             if alone and isinstance(part, Part):
-                same = {pin.name for pin in part.pins if there.get(pin.name) == Version(pin.version).public}
+                same = {pin.name for pin in part.pins if (pin.name, Version(pin.version).public) in there}
                 found[name] = part.without(alone | same)
         return found

@@ -38,12 +38,9 @@ T = TypeVar("T")
 class Cell:
     """One point of the matrix.
 
-    Attributes:
-        python, transformers, torch: versions as in the axes file: ``"5.23"`` is the newest patch of that minor release, which
-            the pins name; ``"5.23.0"`` is exactly that release. Without the axis, transformers and torch are empty.
-        flash_attention: ``"none"``, ``"fa2"``, ``"fa3"``, ``"fa4"`` or ``"torch"``.
-        device: ``"cpu"`` or ``"cuda"``.
-        extra: the project's own axes and their values, sorted by axis.
+    Versions are as in the axes file: ``"5.23"`` is the newest patch of that minor release, which the pins name; ``"5.23.0"``
+    is exactly that release. Without the axis, transformers and torch are empty. `extra` has the project's own axes and their
+    values, sorted by axis.
     """
 
     python: str
@@ -68,26 +65,19 @@ class Cell:
     @property
     def base(self) -> str:
         """The name of the base: the environment without transformers and the packages installed with it."""
-        kernel = "" if self.flash_attention in ("none", "torch") else self.flash_attention
-        return _joined(self._python, f"torch{self.torch}" if self.torch else "base", kernel)
+        python, _, torch, kernel, *_ = self._parts
+        return _joined(python, torch or "base", kernel.removesuffix("fatorch"))
 
     @property
     def layer(self) -> str:
         """The name of the layer on top of the base: transformers, the own axes, and the packages installed with them."""
-        named = _joined(f"tf{self.transformers}" if self.transformers else "", self.own)
-        return _joined(self._python, named or "layer")
+        python, transformers, *_, own = self._parts
+        return _joined(python, _joined(transformers, own) or "layer")
 
     @property
     def name(self) -> str:
         """``py311-tf5.23-torch2.15-fa4-cuda-peft=0.18``; without FlashAttention and on a CPU ``py311-tf5.23-torch2.15``."""
-        return _joined(
-            self._python,
-            f"tf{self.transformers}" if self.transformers else "",
-            f"torch{self.torch}" if self.torch else "",
-            {"none": "", "torch": "fatorch"}.get(self.flash_attention, self.flash_attention),
-            "" if self.device == "cpu" else self.device,
-            self.own,
-        )
+        return _joined(*self._parts)
 
     @property
     def own(self) -> str:
@@ -95,8 +85,15 @@ class Cell:
         return _joined(*(f"{axis}={value}" for axis, value in self.extra))
 
     @property
-    def _python(self) -> str:
-        return f"py{self.python.replace('.', '')}"
+    def _parts(self) -> tuple[str, str, str, str, str, str]:
+        return (
+            f"py{self.python.replace('.', '')}",
+            self.transformers and f"tf{self.transformers}",
+            self.torch and f"torch{self.torch}",
+            {"none": "", "torch": "fatorch"}.get(self.flash_attention, self.flash_attention),
+            "" if self.device == "cpu" else self.device,
+            self.own,
+        )
 
     def __str__(self) -> str:
         return self.name
@@ -107,11 +104,7 @@ def _joined(*parts: str) -> str:
 
 
 def parse(name: str) -> Cell:
-    """Parse the name of a cell.
-
-    Raises:
-        MatrixError: it isn't the name of a cell.
-    """
+    """Parse the name of a cell; raises `MatrixError` if it isn't one."""
     if len(name) <= LONGEST and (match := re.fullmatch(NAME, name)):
         major, minor, transformers, torch, kernel, device, own = match.groups("")
         kernel = {"": "none", "fatorch": "torch"}.get(kernel, kernel)
@@ -141,11 +134,7 @@ def one_and_more(names: Sequence[str]) -> str:
 
 
 def shard(cells: Sequence[T], text: str) -> list[T]:
-    """The part ``"3/8"`` of the cells: every eighth one, from the third on, so that all parts are alike.
-
-    Raises:
-        MatrixError: the part isn't of the form ``NUMBER/OF``, or is out of range.
-    """
+    """The part ``"3/8"`` of the cells: every eighth one, from the third on, so that all parts are alike."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise MatrixError(f"--shard takes a part such as 3/8, from 1/8 to 8/8, not {text!r}")

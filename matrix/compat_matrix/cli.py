@@ -43,9 +43,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         commands.add_parser(name, help=command.text, add_help=False)
     name, rest = parser.parse_args(words[:1]).command, words[1:]
     command = COMMANDS[name]
-    parser = argparse.ArgumentParser(
-        prog=f"kernel-compat-matrix {name}", description=f"{command.text[0].upper()}{command.text[1:]}."
-    )
+    parser = argparse.ArgumentParser(f"kernel-compat-matrix {name}", description=f"{command.text}.")
     if command.arguments is None:
         importlib.import_module(f".{command.function.partition(':')[0]}", __package__).add_arguments(parser)
         options = parser.parse_args(rest)

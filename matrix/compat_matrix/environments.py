@@ -6,7 +6,8 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -44,13 +45,11 @@ def default_root() -> Path:
 
 @dataclass(frozen=True)
 class Environments:
-    """A folder of environments.
+    """A folder of environments; it may be deleted, and they are created again.
 
     Attributes:
-        root: the folder. It may be deleted; environments are then created again.
         project: the tested project's folder; its code runs from there.
-        wheelhouse: the source to install from instead of an index, without network, also for the project's wheel: its folder would
-            need a build backend.
+        wheelhouse: installed from without network, also the project's wheel: its folder would need a build backend.
         below: a Python whose packages are visible in every base, after its own.
     """
 
@@ -60,83 +59,68 @@ class Environments:
     below: BasePython | None = None
 
     def base(self, part: Part) -> Path:
-        """The Python of a base, which is created if it doesn't exist.
-
-        Raises:
-            UvError: it can't be made; nothing of it stays.
-        """
+        """The Python of a base, which is created if it doesn't exist; raises a `UvError` if that fails."""
         wheel = self.wheelhouse and self.wheelhouse.project
         described = f"{part.key}\n{self.project}{sha256(wheel) if wheel else ''}{self.below or ''}"
         folder = self.root / "base" / f"{part.name}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
         python = folder / "bin" / "python"
-
-        def make() -> None:
-            made_of = self.below.executable if self.below else interpreter(part.python)
-            offline = ["--offline", "--no-config"] if wheel else []
-            uv("venv", "--clear", *offline, "--python", str(made_of), str(folder))
-            if self.below is not None:
-                # Not --system-site-packages: for a Python in a virtual environment it would show the packages of the underlying one.
-                packages = next(folder.glob("lib/python*/site-packages"))
-                (packages / "below.pth").write_text(f"{self.below.folder}\n", encoding="utf-8")
-            self._install(part, python)
-
-        def add_project() -> None:
-            source = ["--no-config", str(wheel)] if wheel else ["--editable", str(self.project)]
-            uv("pip", "install", "--no-deps", "--python", str(python), *self._source(), *source)
-
-        _whole(folder, make)
+        with _filled(folder) as empty:
+            if empty:
+                made_of = self.below.executable if self.below else interpreter(part.python)
+                uv("venv", "--clear", *self._source(), "--python", str(made_of), str(folder))
+                if self.below is not None:
+                    # Not --system-site-packages: for a Python in a virtual environment it would show the packages of the underlying one.
+                    packages = next(folder.glob("lib/python*/site-packages"))
+                    (packages / "below.pth").write_text(f"{self.below.folder}\n", encoding="utf-8")
+                self._install(part, python)
         # The project's code runs from its folder. A change of its metadata reinstalls the project, and nothing else.
-        metadata = sha256(self.project / "pyproject.toml")
-        _once(folder, "project", metadata, add_project)
+        metadata, stamp = sha256(self.project / "pyproject.toml"), folder / ".project"
+        with FileLock(f"{folder}.lock"):
+            if not stamp.exists() or stamp.read_text(encoding="utf-8") != metadata:
+                stamp.unlink(missing_ok=True)
+                what = [str(wheel)] if wheel else ["--editable", str(self.project)]
+                uv("pip", "install", "--no-deps", "--python", str(python), *self._source(), *what)
+                stamp.write_text(metadata, encoding="utf-8")
         return python
 
     def layer(self, part: Part, python: Path) -> Path:
-        """The folder of a layer, for the path in front of the packages of a base; it is created if it doesn't exist.
-
-        Args:
-            python: the Python of a base of the same version.
-
-        Raises:
-            UvError: it can't be made; nothing of it stays.
-        """
+        """The folder of a layer, for the path in front of the packages of a base, whose Python creates it if it doesn't exist."""
         # dill, for one, tells installed modules from a project's own by this word in their paths.
         folder = self.root / "site-packages" / f"{part.name}-{part.key}"
-        _whole(folder, lambda: self._install(part, python, "--target", str(folder)))
+        with _filled(folder) as empty:
+            if empty:
+                self._install(part, python, "--target", str(folder))
         return folder
 
     def _install(self, part: Part, python: Path, *options: str) -> None:
         late = [pin for pin in part.pins if pin.name in _AGAINST_TORCH]
         for pins in ([pin for pin in part.pins if pin not in late], late):
             if pins:
-                command = ["pip", "install", "--no-deps", "--require-hashes", "--no-config", "--python", str(python)]
-                command += [*self._source(), *(f"--no-build-isolation-package={pin.name}" for pin in late), *options]
+                command = ["pip", "install", "--no-deps", "--require-hashes", "--python", str(python), *options]
+                command += self._source() or ["--no-config"]
+                command += [f"--no-build-isolation-package={pin.name}" for pin in late]
                 uv(*command, "--requirement", "-", text="".join(f"{pin}\n" for pin in pins))
 
     def _source(self) -> list[str]:
-        return ["--offline", "--no-index", "--find-links", str(self.wheelhouse.folder)] if self.wheelhouse else []
+        """Options of uv for installing from the wheelhouse, if there is one."""
+        options = ["--offline", "--no-config", "--no-index", "--find-links"]
+        return [*options, str(self.wheelhouse.folder)] if self.wheelhouse else []
 
 
-def _whole(folder: Path, make: Callable[[], None]) -> None:
-    """Create a folder, unless it is complete."""
-
-    def afresh() -> None:
+@contextmanager
+def _filled(folder: Path) -> Iterator[bool]:
+    """Whether a folder must be filled in this block. If that fails, nothing of it stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    complete = folder / ".complete"
+    with FileLock(f"{folder}.lock"):
+        if complete.exists():
+            yield False
+            return
         shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
         folder.mkdir()
         try:
-            make()
+            yield True
+            complete.touch()
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-
-    _once(folder, "complete", "", afresh)
-
-
-def _once(folder: Path, step: str, state: str, do: Callable[[], None]) -> None:
-    """Do a step of creating a folder, unless it was done before with the same `state`."""
-    stamp = folder / f".{step}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not stamp.exists() or stamp.read_text(encoding="utf-8") != state:
-            stamp.unlink(missing_ok=True)
-            do()
-            stamp.write_text(state, encoding="utf-8")

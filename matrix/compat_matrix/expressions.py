@@ -45,27 +45,21 @@ _Holds = Callable[[Cell], bool]
 
 
 class Expression:
-    """A condition on cells.
+    """A condition on cells, as docs/matrix.md describes it, with the axes that it names.
 
     Versions are compared in the components that the condition has: 5.3.1 ``== 5.3``, is not ``> 5.3``, and is ``< 5.10``. A cell
     that lacks an axis has no value on it, so that only ``!=`` and ``not in`` hold.
 
     Args:
-        text: comparisons of an axis (python, transformers, torch, flash_attention or fa, device, or one of the project's own) with a
-            value by ``==``, ``!=``, ``<``, ``<=``, ``>``, ``>=``, or ``in`` and ``not in`` a list in parentheses, or the name of an
-            axis alone, which the cells that have it meet; joined by ``and``, ``or``, ``not``.
+        text: the condition.
         own: the project's own axes and their values; None allows any.
-
-    Attributes:
-        text: as given.
-        axes: the axes that it names.
 
     Raises:
         MatrixError: it doesn't parse, it is nested too deeply, there is no such axis, or an axis can't have such a value.
     """
 
     def __init__(self, text: str, own: Mapping[str, Collection[str]] | None = None) -> None:
-        self.text = text
+        self._text = text
         self.axes: set[str] = set()
         self._own = own
         try:
@@ -79,7 +73,7 @@ class Expression:
         return self._holds(cell)
 
     def __reduce__(self) -> tuple[type[Expression], tuple[str]]:
-        return Expression, (self.text,)
+        return Expression, (self._text,)
 
     def _read(self, tree: Tree[Token], depth: int) -> _Holds:
         if depth > _DEEPEST:
@@ -129,11 +123,7 @@ class Expression:
 
 @lru_cache(maxsize=4096)
 def release(text: str, axis: str = "") -> tuple[int, ...]:
-    """A release such as ``"5.23"`` as a tuple of numbers.
-
-    Raises:
-        MatrixError: it isn't a release.
-    """
+    """A release such as ``"5.23"`` as a tuple of numbers; raises `MatrixError` if it isn't one."""
     if not is_release(text):
         raise MatrixError(f"{axis or 'a version'} is a release such as 5.4 or 5.4.0, not {text!r}")
     return tuple(map(int, text.split(".")))
@@ -147,8 +137,7 @@ def is_release(text: str) -> bool:
 def _where(text: str, error: UnexpectedInput) -> str:
     ended = isinstance(error, UnexpectedToken) and error.token.type == "$END"
     position = len(text) if ended else (error.pos_in_stream or 0)
-    return (
-        f"this isn't a condition on cells:\n  {text}\n  {' ' * position}^\n"
-        "It compares python, transformers, torch, flash_attention, device or one of the project's own axes with a value, as in "
-        "transformers>=5.4 and torch==2.11"
+    example = (
+        f"It compares {', '.join(AXES)} or one of the project's own axes with a value: transformers>=5.4 and fa==fa4"
     )
+    return f"this isn't a condition on cells:\n  {text}\n  {' ' * position}^\n{example}"

@@ -33,14 +33,10 @@ def fingerprint(folder: Path) -> str:
 
 
 def of_axes(axes: Axes) -> str:
-    """The fingerprint of a project, its axes file and the pins beside it.
-
-    Raises:
-        MatrixError: one of them can't be read.
-    """
+    """The fingerprint of a project, its axes file and the pins beside it; raises `MatrixError` if one can't be read."""
     try:
         digest = hashlib.sha256(fingerprint(axes.folder).encode())
-        for path in [axes.path, *sorted((axes.path.parent / "pins").glob("*.txt"))]:
+        for path in [axes.path, *sorted(axes.pins.glob("*.txt"))]:
             digest.update(f"\n{path.name}\n".encode())
             digest.update(path.read_bytes())
         # "supported" depends on the installed kernel-compat.

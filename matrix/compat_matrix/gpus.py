@@ -16,9 +16,6 @@ from filelock import FileLock, Timeout
 #: The folder of the locks, shared by all users of the machine's temporary folder.
 LOCKS = Path(tempfile.gettempdir()) / "kernel-compat-matrix-gpus"
 
-#: Seconds between two attempts to find a free device.
-_POLL = 0.5
-
 
 def visible() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
@@ -49,7 +46,7 @@ def leased(count: int, among: Sequence[str], cancelled: threading.Event | None =
                 if len(found) == count:
                     yield found
                     return
-        if (cancelled or threading.Event()).wait(_POLL):
+        if (cancelled or threading.Event()).wait(0.5):
             break
     yield []
 

@@ -1,8 +1,4 @@
-"""The client of a matrix service: ask for the verdict on an environment.
-
-Environment variables:
-    KERNEL_COMPAT_SERVICE_TOKEN: the token, for a service that requires one for reading.
-"""
+"""The client of a matrix service: ask for the verdict on an environment."""
 
 from __future__ import annotations
 
@@ -21,16 +17,13 @@ from kernel_compat.environment import Environment
 
 from .errors import MatrixError
 
-__all__ = ["KnownVerdict", "ServiceAnswer", "ServiceError", "ServiceReport", "ask"]
-
 KnownVerdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unknown"]
 
 #: The verdicts on an environment that should not be used.
 BAD: tuple[KnownVerdict, ...] = ("wrong", "failed", "refused")
 
-#: Seconds for one whole answer.
-TIMEOUT = 10.0
-_MAX_BYTES = 4 * 2**20
+#: The longest response, in bytes.
+_LONGEST = 4 * 2**20
 
 #: The FlashAttention that each distribution provides.
 _KINDS = {"flash-attn": "fa2", "flash-attn-3": "fa3", "fa3-fwd": "fa3", "flash-attn-4": "fa4"}
@@ -47,11 +40,8 @@ class ServiceAnswer:
     Attributes:
         asked: the combination, as the parameters of the request.
         verdict: on exactly this combination; ``unknown`` if it wasn't tested.
-        match: ``exact`` if the evidence is about this combination, ``nearest`` if it is about similar ones, ``none`` if there
-            is no evidence.
-        reason: the reason for the verdict.
-        tested: the evidence as the service sent it: `cell`, `verdict`, `run`, `started`, the versions, `shims`, and in `differs`
-            the differences from this combination.
+        match: whether the evidence is about this combination (``exact``) or similar ones (``nearest``); ``none`` without evidence.
+        tested: the evidence as the service sent it.
     """
 
     asked: Mapping[str, str]
@@ -80,15 +70,12 @@ class ServiceReport:
         return not any(answer.bad for answer in self.answers)
 
 
-def ask(url: str, environment: Environment | None = None, *, timeout: float = TIMEOUT) -> ServiceReport:
-    """Ask a service for its verdict on an environment.
-
-    Imports neither torch nor transformers: versions are read from the packages' metadata.
+def ask(url: str, environment: Environment | None = None, *, timeout: float = 10.0) -> ServiceReport:
+    """Ask a service for its verdict on an environment, by default this one; imports neither torch nor transformers.
 
     Args:
-        url: the address of the service, such as ``https://matrix.example``.
-        environment: the environment; this one by default.
-        timeout: seconds for each answer.
+        url: such as ``https://matrix.example``.
+        timeout: seconds for each whole answer.
 
     Raises:
         ServiceError: `url` isn't an address, the service can't be reached or gives no usable answer, or the version of torch
@@ -102,11 +89,7 @@ def ask(url: str, environment: Environment | None = None, *, timeout: float = TI
 def questions(environment: Environment) -> list[dict[str, str]]:
     """The combinations of releases in an environment: one for each FlashAttention that a GPU could use.
 
-    Without a GPU no FlashAttention is used, and there is one combination. With a GPU and no FlashAttention the device makes no
-    difference and is left out.
-
-    Raises:
-        ServiceError: the version of torch or transformers isn't known.
+    With a GPU and no FlashAttention the device makes no difference and is left out.
     """
     question = {}
     for name in ("transformers", "torch"):
@@ -124,7 +107,7 @@ def questions(environment: Environment) -> list[dict[str, str]]:
 
 
 def describe(answer: ServiceAnswer) -> Iterator[str]:
-    """An answer as lines of text: the verdict, then the evidence."""
+    """An answer as lines of text: the verdict, the evidence, and the shims in the first piece of it."""
     asked = ", ".join(f"{name} {value}" for name, value in answer.asked.items())
     reason = f": {line(answer.reason)}" if answer.reason else ""
     yield f"{asked}: {answer.verdict}{reason}"
@@ -133,10 +116,6 @@ def describe(answer: ServiceAnswer) -> Iterator[str]:
         others = [f"{line(other.get('axis'))} {line(other.get('tested'))}" for other in _objects(one.get("differs"))]
         near = f", with {', '.join(others)}" if others else ""
         yield f"  {found['verdict']}: {found['cell']}{near}, in run {found['run']} of {found['started'][:10] or 'unknown date'}"
-
-
-def shims_of(answer: ServiceAnswer) -> Iterator[str]:
-    """The shims in the first piece of evidence, as lines of text."""
     for shim in _objects(answer.tested[0].get("shims") if answer.tested else ()):
         if shim.get("state") != "not needed":
             name, state, reason = (line(shim.get(field)) for field in ("name", "state", "reason"))
@@ -149,7 +128,7 @@ def line(text: object) -> str:
 
 
 def _objects(found: object) -> list[Mapping[str, Any]]:
-    """The objects in a list that the service sent; none if it is something else."""
+    """The objects in a list that the service sent."""
     return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
@@ -171,15 +150,16 @@ def _ask(url: str, question: Mapping[str, str], timeout: float) -> ServiceAnswer
         found = json.loads(body)
     except ValueError:
         found = None
+    if not isinstance(found, dict):
+        found = {}
     if status != 200:
-        detail = found.get("detail") if isinstance(found, dict) else ""
+        detail = found.get("detail", "")
         said = detail if isinstance(detail, str) else "; ".join(line(one.get("msg")) for one in _objects(detail))
         raise ServiceError(f"{shown} responds with {status}{f': {line(said)}' if said else ''}")
-    verdict: Any = found.get("verdict") if isinstance(found, dict) else None
-    if verdict not in get_args(KnownVerdict):
+    if found.get("verdict") not in get_args(KnownVerdict):
         raise ServiceError(f"{shown} responds without a verdict: it isn't a matrix service, or is a newer one")
     evidence = tuple(_objects(found.get("tested")))
-    return ServiceAnswer(question, verdict, str(found.get("match")), str(found.get("reason") or ""), evidence)
+    return ServiceAnswer(question, found["verdict"], str(found.get("match")), str(found.get("reason") or ""), evidence)
 
 
 def _get(url: str, question: Mapping[str, str], timeout: float) -> tuple[int, bytes]:
@@ -189,15 +169,15 @@ def _get(url: str, question: Mapping[str, str], timeout: float) -> tuple[int, by
     with requests.get(url, question, headers=headers, auth=_authorize, timeout=timeout, stream=True) as response:
         while piece := response.raw.read1(65536, decode_content=True):
             body += piece
-            if len(body) > _MAX_BYTES:
-                raise OSError(f"its response is longer than {_MAX_BYTES} bytes")
+            if len(body) > _LONGEST:
+                raise OSError(f"its response is longer than {_LONGEST} bytes")
             if time.monotonic() > end:
                 raise requests.Timeout
         return response.status_code, body
 
 
 def _authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """Add the token; instead of an entry for the host in ~/.netrc."""
+    """Add the token of a service that requires one for reading; instead of an entry for the host in ~/.netrc."""
     if token := os.environ.get("KERNEL_COMPAT_SERVICE_TOKEN"):
         request.headers["Authorization"] = f"Bearer {token}"
     return request

@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from .axes import Known
-from .cells import Cell
 from .results import Figure, Kind, Outcome, Recorded, Test, Verdict
 from .words import plural
 
@@ -53,7 +52,7 @@ def read_report_log(path: Path) -> tuple[list[Test], list[str]]:
         if kind == "TestReport":
             phases.setdefault(entry["nodeid"], []).append(entry)
         elif kind == "CollectReport" and entry["outcome"] == "failed":
-            uncollected.append(f"{entry['nodeid']}: {message_of(entry)}")
+            uncollected.append(f"{entry['nodeid']}: {_message_of(entry)}")
     return [_test(nodeid, some) for nodeid, some in phases.items()], uncollected
 
 
@@ -61,113 +60,94 @@ def _test(nodeid: str, entries: Sequence[Mapping[str, Any]]) -> Test:
     # The failures after which pytest-rerunfailures repeated the test, if the project uses it. Properties of all tries add up.
     reruns = [entry for entry in entries if entry["outcome"] == "rerun"]
     before = len(reruns[-1].get("user_properties", ())) if reruns else 0
-    outcome, entry = _outcome(entries)
-    seconds = sum(entry.get("duration", 0.0) for entry in entries)
+    outcome, message = _outcome(entries)
     if outcome == "passed" and reruns:
-        outcome, entry = "flaky", reruns[0]
-    message = UNENDED if entry is None else message_of(entry)
+        outcome, message = "flaky", _message_of(reruns[0])
+    seconds = sum(entry.get("duration", 0.0) for entry in entries)
     return _with_figures(Test(nodeid, outcome, seconds, message), entries[-1].get("user_properties"), before)
 
 
-def _outcome(entries: Sequence[Mapping[str, Any]]) -> tuple[Outcome, Mapping[str, Any] | None]:
-    """The outcome of a test, and the report of its phase that tells why; None if it didn't end."""
+def _outcome(entries: Sequence[Mapping[str, Any]]) -> tuple[Outcome, str]:
+    """The outcome of a test from the reports of its phases, and the message of the one that decides it."""
     for entry in entries:
         expected = entry.get("wasxfail") is not None
         if entry["outcome"] == "failed":
-            return "failed" if entry["when"] == "call" else "error", entry
+            return "failed" if entry["when"] == "call" else "error", _message_of(entry)
         if entry["outcome"] == "skipped":
-            return "xfailed" if expected else "skipped", entry
+            return "xfailed" if expected else "skipped", _message_of(entry)
         if expected:
-            return "xpassed", {}
-    return ("passed", {}) if entries[-1]["when"] == "teardown" else ("error", None)
+            return "xpassed", ""
+    return ("passed", "") if entries[-1]["when"] == "teardown" else ("error", UNENDED)
 
 
-def message_of(entry: Mapping[str, Any]) -> str:
+def _message_of(entry: Mapping[str, Any]) -> str:
     """The text of a report's failure or skip."""
     representation = entry.get("longrepr")
-    if isinstance(representation, (list, tuple)) and len(representation) == 3:  # file, line and reason of a skip
+    if isinstance(representation, list):  # file, line and reason of a skip
         return str(representation[2]).removeprefix("Skipped: ")
-    if isinstance(representation, dict):
-        crash = (representation.get("reprcrash") or {}).get("message", "")
-        lines = []
-        chain = representation.get("chain") or [[representation.get("reprtraceback"), None, None]]
-        for trace, *_ in chain:
-            for part in (trace or {}).get("reprentries", ()):
-                data = part.get("data") or {}
-                lines += data.get("lines", ())
-                place = data.get("reprfileloc")
-                if place:
-                    lines.append(f"{place['path']}:{place['lineno']}: {place['message']}")
-        return "\n".join(lines) or crash
-    return "" if representation is None else str(representation)
+    if not isinstance(representation, dict):
+        return str(representation or "")
+    lines = []
+    for trace, *_ in representation["chain"] or [[representation["reprtraceback"]]]:
+        for part in trace["reprentries"]:
+            lines += part["data"]["lines"]
+            if place := part["data"].get("reprfileloc"):
+                lines.append(f"{place['path']}:{place['lineno']}: {place['message']}")
+    return "\n".join(lines)
 
 
-def _with_figures(test: Test, properties: Any, skipped: int = 0) -> Test:
-    """A test with the figures in its properties, as the report log has them; failed if one is invalid.
-
-    Args:
-        skipped: the number of properties at the beginning that don't count.
-    """
+def _with_figures(test: Test, properties: Any, skipped: int) -> Test:
+    """A test with the figures in its properties, without the first ones; failed if one is invalid."""
     if isinstance(properties, str):  # pytest-reportlog writes properties as one text if one of them isn't JSON
-        unreadable = "('figure'," in properties
-        return _failed(test, [f"its figures aren't JSON: {properties}"]) if unreadable else test
+        return _failed(test, [f"its figures aren't JSON: {properties}"] if "('figure'," in properties else [])
     found, problems = [], []
     for entry in properties[skipped:] if isinstance(properties, list) else ():
         if isinstance(entry, list) and len(entry) == 2 and entry[0] == "figure":  # a project may append anything
             try:
                 found.append(Figure(**Recorded.model_validate(entry[1]).model_dump()))
             except ValidationError as error:
-                wrong = f"the figure {repr(entry[1])[:200]} is invalid"
-                said = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
-                problems += [f"{wrong}: {where}: {text.removeprefix('Value error, ')}" for where, text in said]
-    test = replace(test, figures=tuple(found))
-    return _failed(test, problems) if problems else test
+                for one in error.errors():
+                    where, said = ".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, ")
+                    problems.append(f"the figure {repr(entry[1])[:200]} is invalid: {where}: {said}")
+    return _failed(replace(test, figures=tuple(found)), problems)
 
 
 def distinct(tests: Iterable[Test]) -> list[Test]:
     """The tests with figures of different names: a test that repeats the name of an earlier figure fails."""
-    first: dict[str, tuple[str, Figure]] = {}
+    first: dict[str, str] = {}
     checked = []
     for one in tests:
         kept, problems = [], []
         for figure in one.figures:
-            if figure.name not in first:
-                first[figure.name] = (one.nodeid, figure)
-                kept.append(figure)
+            if figure.name in first:
+                problems.append(f"the figure {figure.name!r} was recorded before, by {first[figure.name]}")
             else:
-                nodeid, other = first[figure.name]
-                units = f", in {other.unit!r} there and in {figure.unit!r} here" * (other.unit != figure.unit)
-                problems.append(f"the figure {figure.name!r} was recorded before, by {nodeid}{units}")
-        test = replace(one, figures=tuple(kept))
-        checked.append(_failed(test, problems) if problems else test)
+                first[figure.name] = one.nodeid
+                kept.append(figure)
+        checked.append(_failed(replace(one, figures=tuple(kept)), problems))
     return checked
 
 
-def _failed(test: Test, problems: Iterable[str]) -> Test:
-    outcome = test.outcome if test.outcome in ("failed", "error") else "failed"
+def _failed(test: Test, problems: Sequence[str]) -> Test:
+    """The test, failed if there are problems."""
+    if not problems:
+        return test
+    outcome = test.outcome if test.bad else "failed"
     return replace(test, outcome=outcome, message="\n".join([*problems, *filter(None, [test.message])]))
 
 
-def tied(tests: Sequence[Test], known: Iterable[Known], cell: Cell, today: date) -> tuple[list[Test], list[str]]:
-    """Tie the failures of a cell to the issues that they are known for.
-
-    Returns:
-        The tests, failures that are tied to an issue as ``known``; and for each entry that ran out or isn't needed any more, a
-        text about it.
-    """
+def tied(tests: Sequence[Test], known: Iterable[Known], today: date) -> tuple[list[Test], list[str]]:
+    """The tests, failures that are tied to an issue as ``known``; and a text about each entry that ran out or isn't needed any more."""
     found, stale = list(tests), []
     for entry in known:
         matching = [n for n, test in enumerate(found) if entry.matches(test.nodeid)]
         bad = [n for n in matching if found[n].bad and found[n].message != UNENDED]
-        ended = entry.ended(cell, today)
-        if bad and ended:
+        if bad and entry.until < today.isoformat():
             stale.append(f"{found[bad[0]].nodeid} was known to fail until {entry.until}: {entry.issue}")
         elif bad:
             for n in bad:
                 message = f"{entry.issue}: {entry.because}\n{found[n].message}"
                 found[n] = replace(found[n], outcome="known", message=message)
-        elif ended and not entry.last_day:
-            continue  # repaired in the release that was named
         elif {"passed", "xpassed"} & (outcomes := {found[n].outcome for n in matching}) and "known" not in outcomes:
             stale.append(f"{entry.test} passes: it needs no entry as a known failure any more, for {entry.issue}")
     return found, stale
@@ -193,36 +173,33 @@ def judge(
     minutes: float,
     stale: Sequence[str] = (),
 ) -> tuple[Verdict, Kind | None, str]:
-    """The verdict on a cell.
+    """The verdict on a cell, the kind of failure, and the reason in a line or two.
 
     Args:
         returncode: the return code of its process; None if it was ended at its time limit of `minutes`.
         stale: as returned by `tied`.
-
-    Returns:
-        The verdict, the kind of failure, and the reason in a line or two.
     """
-    bad = [test for test in tests if test.bad]
-    failed = {name: shim for name, shim in environment.get("shims", {}).items() if shim["state"] == "failed"}
-    within = next((f", in {test.nodeid}" for test in reversed(tests) if test.message == UNENDED), "")
     if returncode is None:
         last = f", the last test that ended was {tests[-1].nodeid}" if tests else ""
-        return "failed", "timeout", f"ended after {minutes:g} min{within or last}"
-    tolerated = {outcome: [test for test in tests if test.outcome == outcome] for outcome in ("known", "flaky")}
-    if returncode in ((0, 1) if any(tolerated.values()) else (0,)) and not bad and not failed and not uncollected:
+        return "failed", "timeout", f"ended after {minutes:g} min{_within(tests) or last}"
+    shims = environment.get("shims", {}).items()
+    changed = [f"{name}: {shim['reason']}" for name, shim in shims if shim["state"] == "failed"]
+    known, flaky = ([test for test in tests if test.outcome == outcome] for outcome in ("known", "flaky"))
+    good = returncode == 0 or (returncode == 1 and (known or flaky))
+    if good and not any(test.bad for test in tests) and not changed and not uncollected:
         if stale:
             return "failed", "stale", "; ".join(stale)
-        if known := tolerated["known"]:
+        if known:
             issues = dict.fromkeys(test.message.partition("\n")[0] for test in known)
             return "known", None, f"{len(known)} of {len(tests)} tests fail, as is known: {'; '.join(issues)}"
-        if flaky := tolerated["flaky"]:
+        if flaky:
             failed_once = f"{len(flaky)} of {len(tests)} tests failed, and passed when repeated"
             return "flaky", None, f"{failed_once}, the first of them {flaky[0].nodeid}"
         if any(test.outcome != "skipped" for test in tests) or not tests:
             return "passed", None, ""
         reasons = sorted({test.message for test in tests if test.message})
         return "not run", "hardware", f"every test was skipped: {'; '.join(reasons[:3])}"
-    kind, reason = _cause(tests, bad, uncollected, failed, log, returncode, within)
+    kind, reason = _cause(tests, uncollected, changed, log, returncode)
     conflicts = "; ".join(environment.get("conflicts", ())[:3])
     if conflicts and kind == "import":  # most of them are said so
         return "failed", "installation", f"{conflicts}: {reason}"
@@ -230,23 +207,22 @@ def judge(
     return "failed", kind, f"{reason} (and {more})" if more else reason
 
 
+def _within(tests: Sequence[Test]) -> str:
+    """In which test a process ended, as words to append."""
+    return next((f", in {test.nodeid}" for test in reversed(tests) if test.message == UNENDED), "")
+
+
 def _cause(
-    tests: Sequence[Test],
-    bad: Sequence[Test],
-    uncollected: Sequence[str],
-    failed: Mapping[str, Mapping[str, Any]],
-    log: str,
-    returncode: int,
-    within: str,
+    tests: Sequence[Test], uncollected: Sequence[str], changed: Sequence[str], log: str, returncode: int
 ) -> tuple[Kind, str]:
     """The kind of failure, and the reason."""
-    texts = [*uncollected, *(test.message for test in bad)]
+    bad, within = [test for test in tests if test.bad], _within(tests)
     for text in uncollected or ([log] if not tests else []):
         if found := _IMPORT.findall(text):
             return "import", found[-1].strip()
-    if failed:
-        return "seam", "; ".join(f"{name}: {shim['reason']}" for name, shim in failed.items())
-    for text in [*texts, *([log] if returncode not in (0, 1) else [])]:
+    if changed:
+        return "seam", "; ".join(changed)
+    for text in [*uncollected, *(test.message for test in bad), *([log] if returncode not in (0, 1) else [])]:
         if match := _CRASH.search(text):
             return "crash", f"{match[0]}{within}"
     if returncode < 0:
@@ -255,15 +231,19 @@ def _cause(
         return "crash", f"ended with {returncode}{within}"
     if bad and all(_IMPORT.search(test.message) for test in bad):
         return "import", _IMPORT.findall(bad[0].message)[-1].strip()
-    distances = [distance for test in bad if (distance := distance_in(test.message)) is not None]
-    if (far := _farthest(distances)) is not None:
+    if distances := [distance for test in bad if (distance := distance_in(test.message)) is not None]:
         are = "is" if len(tests) == 1 else "are"
+        far = max(distances, key=_nan_last)
         return "wrong", f"{len(distances)} of {plural(len(tests), 'test')} {are} off, by up to {far:.3g}"
     if bad:
         return "test", f"{len(bad)} of {plural(len(tests), 'test')} failed, the first of them {bad[0].nodeid}"
     if uncollected:
-        return "test", f"{uncollected[0].split(': ')[0]}: {_said(uncollected[0])}"
-    return "test", NO_TEST if returncode == 5 else f"its command ended with {returncode}: {_tail(log)}"
+        nodeid, _, failure = uncollected[0].partition(": ")
+        lines = [line for line in failure.splitlines() if line.strip()]
+        marked = (line[1:] for line in reversed(lines) if line.startswith("E  "))
+        return "test", f"{nodeid}: {next(marked, lines[-1]).strip()}"
+    last = (log.strip().splitlines() or ["it printed nothing"])[-1][:300]
+    return "test", NO_TEST if returncode == 5 else f"its command ended with {returncode}: {last}"
 
 
 def distance_in(message: str) -> float | None:
@@ -272,18 +252,8 @@ def distance_in(message: str) -> float | None:
     for match in _DISTANCE.finditer(message):
         with suppress(ValueError):
             found.append(float(match["said"] or match["compared"]))
-    return _farthest(found)
+    return max(found, key=_nan_last, default=None)
 
 
-def _farthest(distances: Iterable[float]) -> float | None:
-    return max(distances, key=lambda value: (value != value, value), default=None)
-
-
-def _said(failure: str) -> str:
-    """The last line that pytest marks as an error."""
-    lines = [line for line in failure.splitlines() if line.strip()]
-    return next((line[1:].strip() for line in reversed(lines) if line.startswith("E  ")), lines[-1].strip())
-
-
-def _tail(log: str) -> str:
-    return (log.strip().splitlines() or ["it printed nothing"])[-1][:300]
+def _nan_last(distance: float) -> tuple[bool, float]:
+    return distance != distance, distance

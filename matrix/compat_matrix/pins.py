@@ -1,9 +1,4 @@
-"""Pins: the exact packages in a cell, as requirement files with hashes and without an index.
-
-A cell has two parts, so that few environments serve many cells: the *base* is an environment with torch and
-FlashAttention, the *layer* on top of it has transformers, the distributions of the project's own axes, and the packages installed with them. ``py311-torch2.15.txt`` and
-``py311-tf5.23.txt`` are the pins of ``py311-tf5.23-torch2.15``.
-"""
+"""Pins: the exact packages in the two parts of a cell, as requirement files with hashes and without an index."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -23,7 +18,7 @@ from urllib.parse import unquote
 
 import tomli
 from packaging.requirements import Requirement
-from packaging.tags import compatible_tags, cpython_tags
+from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from uv import find_uv_bin
 
@@ -34,17 +29,15 @@ from .errors import MatrixError
 #: A day in the far future, before which every release exists.
 ANY_DAY = "9999-01-01"
 
+Kind = Literal["base", "layer"]
+
 
 class UvError(MatrixError):
     """Requirements can't be resolved or installed, or a project can't be built; the message is that of uv."""
 
 
 def uv(*arguments: str, text: str = "", folder: Path | None = None) -> str:
-    """Run uv in a folder, with an input; returns its output.
-
-    Raises:
-        UvError: it failed.
-    """
+    """Run uv in a folder, with an input; returns its output, and raises `UvError` if it failed."""
     environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
     pipes: dict[str, Any] = {"input": text, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
     command = [find_uv_bin(), *arguments, "--quiet"]
@@ -61,6 +54,7 @@ def lock(
     *options: str,
     before: str | None = None,
     constraints: Iterable[str] = (),
+    without: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
     """The ``packages`` of a lock file for Linux on x86-64, with the newest releases that satisfy the requirements.
 
@@ -68,27 +62,24 @@ def lock(
         folder: the folder whose uv settings apply.
         options: further options for ``uv pip compile``.
         before: a day; later releases are ignored. None leaves it to the settings.
-        constraints: constraints on the versions of dependencies.
+        without: distributions to leave out, with what only they need.
 
     Raises:
         UvError: there is no solution, or the index can't be reached.
     """
     command = ["pip", "compile", "-", "--no-sources", "--format", "pylock.toml", *options]
     command += ["--python", sys.executable, "--no-python-downloads", "--python-version", python]
-    command += ["--python-platform", "x86_64-manylinux_2_28"]
     # Pre-releases are used if there is nothing else, or if a requirement names one.
-    command += ["--prerelease", "if-necessary-or-explicit"]
-    if before is not None:
-        command += ["--exclude-newer", f"{before}T00:00:00Z"]
+    command += ["--python-platform", "x86_64-manylinux_2_28", "--prerelease", "if-necessary-or-explicit"]
+    command += ["--exclude-newer", f"{before}T00:00:00Z"] if before is not None else []
     with TemporaryDirectory() as scratch:
-        path = Path(scratch, "constraints")
-        path.write_text("\n".join(constraints), encoding="utf-8")
-        found = uv(*command, "--constraints", str(path), text="\n".join(requirements), folder=folder)
+        for name, lines in (("constraints", constraints), ("excludes", without)):
+            path = Path(scratch, name)
+            path.write_text("\n".join(lines), encoding="utf-8")
+            command += [f"--{name}", str(path)]
+        found = uv(*command, text="\n".join(requirements), folder=folder)
     packages: list[dict[str, Any]] = tomli.loads(found).get("packages", [])
     return packages
-
-
-Kind = Literal["base", "layer"]
 
 
 @dataclass(frozen=True)
@@ -105,13 +96,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Part:
-    """The base or the layer of a cell.
-
-    Attributes:
-        name: the name of the pin file, such as ``py311-torch2.15-fa4`` or ``py311-tf5.23``.
-        python: ``"3.11"``.
-        pins: sorted by name.
-    """
+    """The base or the layer of a cell, by the name of its pin file, such as ``py311-torch2.15-fa4`` or ``py311-tf5.23``."""
 
     name: str
     python: str
@@ -142,17 +127,11 @@ Parts = Mapping[str, Part | UvError]
 
 
 def read(path: Path, python: str) -> Part:
-    """Read a pin file.
-
-    Raises:
-        MatrixError: it doesn't exist, or a line isn't a pin.
-    """
+    """Read a pin file; raises `MatrixError` if it doesn't exist, or a line isn't a pin."""
+    if not path.exists():
+        raise MatrixError(f"{path.stem} has no pins: create them with `kernel-compat-matrix pin`, or use --latest")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise MatrixError(
-            f"{path.stem} has no pins: create them with `kernel-compat-matrix pin`, or use --latest"
-        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise MatrixError(f"{path} can't be read: {error}") from None
     pins = []
@@ -166,23 +145,16 @@ def read(path: Path, python: str) -> Part:
     return Part(path.stem, python, tuple(pins))
 
 
-def write(part: Part, folder: Path) -> bool:
-    """Write a pin file; returns whether it changed.
-
-    Raises:
-        MatrixError: it can't be written.
-    """
+def write(part: Part, folder: Path) -> None:
+    """Write a pin file, replacing an older one as a whole; raises `MatrixError` if it can't be written."""
     path = folder / f"{part.name}.txt"
-    scratch = folder / f"{part.name}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.read_text(encoding="utf-8") == part.text:
-            return False
+        scratch = path.with_suffix(".part")
         scratch.write_text(part.text, encoding="utf-8")
         scratch.replace(path)
     except OSError as error:
         raise MatrixError(f"{path} can't be written: {error.strerror}") from None
-    return True
 
 
 def resolve_parts(axes: Axes, cells: Sequence[Cell], *, latest: bool = False) -> dict[str, Part | UvError]:
@@ -212,18 +184,15 @@ def resolve_parts(axes: Axes, cells: Sequence[Cell], *, latest: bool = False) ->
     pythons = {cell.python for cell in cells}
     plain = resolved("base", {cell.base: (cell, {}) for cell in map(_plain, axes.cells) if cell.python in pythons})
     found = {cell.base: plain[_plain(cell).base] for cell in cells}
-    below = {name: part.versions for name, part in found.items() if isinstance(part, Part)}
-    found |= resolved(
-        "base", {cell.base: (cell, below[cell.base]) for cell in cells if cell.base in below.keys() - plain}
-    )
-    layers = {}
-    brought = {}
+    below = {name: part.versions for name, part in found.items() if isinstance(part, Part) and name not in plain}
+    found |= resolved("base", {cell.base: (cell, below[cell.base]) for cell in cells if cell.base in below})
+    layers, brought = {}, {}
     for cell in {cell.layer: cell for cell in cells}.values():
         bases = [part.versions for part in plain.values() if isinstance(part, Part) and part.python == cell.python]
         chosen = _chosen("layer", axes, cell)
         agreed = set.intersection(*({*base.items()} for base in bases)) if bases else set[tuple[str, str]]()
         layers[cell.layer] = cell, {name: version for name, version in agreed if name not in chosen}
-        brought[cell.layer] = {name for base in bases for name in base} - chosen.keys()
+        brought[cell.layer] = {*chain(*bases)} - chosen.keys()
     for name, part in resolved("layer", layers).items():
         found[name] = part.without(brought[name]) if isinstance(part, Part) else part
     return found
@@ -237,7 +206,7 @@ def _plain(cell: Cell) -> Cell:
 def requirements_of(part: Kind, axes: Axes, cell: Cell, own: Sequence[Requirement]) -> list[str]:
     """The requirements of a part of a cell: the releases of its axes, the project's requirements, and further packages."""
     in_layer = {_name(text) for entry in axes.packages if entry.part == "layer" for text in entry.requires}
-    in_layer |= {"transformers", *axes.distributions.values()}
+    in_layer |= {"transformers", *axes.distributions.values()} - {"torch"}
     chosen = _chosen(part, axes, cell).items()
     exactly = [f"{name}=={version}" + ".*" * (version.count(".") < 2) for name, version in chosen]
     packages = [text for entry in axes.packages if entry.part == part and entry.holds(cell) for text in entry.requires]
@@ -251,16 +220,12 @@ def _name(requirement: str) -> str:
 
 def _chosen(part: Kind, axes: Axes, cell: Cell) -> dict[str, str]:
     """The distributions of a part whose releases are values of the cell's axes, with these."""
-    names = {"torch": "torch"} if part == "base" else {"transformers": "transformers", **axes.distributions}
+    names = {axis: name for axis, name in axes.distributions.items() if (axis == "torch") == (part == "base")}
     return {names[axis]: value for axis, value in cell.axes.items() if axis in names}
 
 
 def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Parts) -> dict[str, frozenset[str]]:
-    """For each base of these cells, by name: torch, and the names of the pins that only torch needs. Uses the package index.
-
-    Raises:
-        MatrixError: the index can't be reached, or the pins don't satisfy the axes any more.
-    """
+    """For each base of these cells, by name: torch, and the names of the pins that only torch needs. Uses the package index."""
     own = project_requirements(axes)
     found: dict[str, frozenset[str]] = {}
     # The requirements of transformers other than torch stay. All releases have the same ones in this respect, and a base is
@@ -269,71 +234,51 @@ def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Parts) -> dict[str, fr
         base, layer = parts[cell.base], parts[cell.layer]
         if cell.base not in found and isinstance(base, Part) and isinstance(layer, Part):
             wanted = [*requirements_of("base", axes, cell, own), *requirements_of("layer", axes, cell, own)]
+            wanted = [text for text in wanted if _name(text) != "torch"]
             limits = [f"{name}=={version}" for name, version in (base.versions | layer.versions).items()]
-            with TemporaryDirectory() as scratch:
-                torch = Path(scratch, "torch")
-                torch.write_text("torch", encoding="utf-8")
-                without = [text for text in wanted if _name(text) != "torch"]
-                options = ("--excludes", str(torch))
-                packages = lock(without, cell.python, axes.folder, *options, before=ANY_DAY, constraints=limits)
+            packages = lock(wanted, cell.python, axes.folder, before=ANY_DAY, constraints=limits, without=["torch"])
             needed = {canonicalize_name(package["name"]) for package in packages}
             found[cell.base] = frozenset(base.versions.keys() - needed)
     return found
 
 
 def project_requirements(axes: Axes) -> list[Requirement]:
-    """The requirements in the tested project's pyproject.toml, followed by those of the extras that the axes name.
-
-    Raises:
-        MatrixError: there is no pyproject.toml, no such extra, or its dependencies are dynamic.
-    """
+    """The requirements in the tested project's pyproject.toml, followed by those of the extras that the axes name."""
     path = axes.folder / "pyproject.toml"
     try:
         project = tomli.loads(path.read_text(encoding="utf-8"))["project"]
     except (OSError, KeyError, tomli.TOMLDecodeError) as error:
         raise MatrixError(f"{path}: no project to test: {error}") from None
     if "dependencies" in project.get("dynamic", ()):
-        raise MatrixError(
-            f"{path}: dynamic dependencies can't be read; name them under [[packages]] in {axes.path.name}"
-        )
-    texts = list(project.get("dependencies", ()))
+        advice = f"name them under [[packages]] in {axes.path.name}"
+        raise MatrixError(f"{path}: dynamic dependencies can't be read; {advice}")
+    texts, extras = [*project.get("dependencies", ())], project.get("optional-dependencies", {})
     for extra in axes.project.extras:
-        try:
-            texts += project.get("optional-dependencies", {})[extra]
-        except KeyError:
-            raise MatrixError(f"{path} has no extra {extra!r}") from None
+        if extra not in extras:
+            raise MatrixError(f"{path} has no extra {extra!r}")
+        texts += extras[extra]
     return [Requirement(text) for text in texts]
 
 
 def compile_pins(
     requirements: Iterable[str], constraints: Iterable[str], python: str, axes: Axes, latest: bool = False
 ) -> tuple[Pin, ...]:
-    """The newest releases that satisfy the requirements on Linux, x86-64.
-
-    Raises:
-        UvError: there are none.
-    """
+    """The newest releases that satisfy the requirements on Linux, x86-64; raises `UvError` if there are none."""
     before = ANY_DAY if latest else axes.exclude_newer
-    order = _preferred(python)
+    version = [int(part) for part in python.split(".")]
+    # In the order in which installers prefer them; all wheels in the lock file fit the platform.
+    order = [*cpython_tags(version, platforms=["any"]), *compatible_tags(version, platforms=["any"])]
 
-    def rank(wheel: Mapping[str, str]) -> int:  # all of them fit the platform
+    def rank(wheel: Mapping[str, str]) -> int:
         tags = parse_wheel_filename(unquote((wheel.get("url") or wheel["path"]).rpartition("/")[2]))[3]
-        places = [order.index((tag.interpreter, tag.abi)) for tag in tags if (tag.interpreter, tag.abi) in order]
-        return min(places, default=len(order))
+        there = {Tag(tag.interpreter, tag.abi, "any") for tag in tags}.intersection(order)
+        return min(map(order.index, there), default=len(order))
 
     pins = []
     for package in lock(requirements, python, axes.folder, before=before, constraints=constraints):
         file = min(package.get("wheels", ()), key=rank, default=None) or package.get("archive") or package["sdist"]
         pins.append(Pin(canonicalize_name(package["name"]), package["version"], file["hashes"]["sha256"]))
     return tuple(sorted(pins, key=lambda pin: pin.name))
-
-
-@cache
-def _preferred(python: str) -> list[tuple[str, str]]:
-    """Interpreters and ABIs of wheels, in the order in which installers prefer them."""
-    version = [int(part) for part in python.split(".")]
-    every = [*cpython_tags(version, platforms=["any"]), *compatible_tags(version, platforms=["any"])]
-    return [*dict.fromkeys((tag.interpreter, tag.abi) for tag in every)]
 
 
 def of_cells(axes: Axes, cells: Sequence[Cell], folder: Path, latest: bool = False) -> dict[str, Part | UvError]:
@@ -352,11 +297,10 @@ def of_cells(axes: Axes, cells: Sequence[Cell], folder: Path, latest: bool = Fal
         here = {"python_version": cell.python, "python_full_version": f"{cell.python}.0"}
         for requirement in own:
             version = pinned.get(canonicalize_name(requirement.name), "")
-            if version and requirement.specifier.contains(version, prereleases=True):
-                continue
-            if requirement.marker is None or requirement.marker.evaluate(here):
-                raise MatrixError(
-                    f"the project requires {requirement}, and the pins of {cell} have {version or 'no release of it'}: "
-                    "`kernel-compat-matrix pin` resolves them again"
+            right = version and requirement.specifier.contains(version, prereleases=True)
+            if not right and (requirement.marker is None or requirement.marker.evaluate(here)):
+                said = (
+                    f"the project requires {requirement}, and the pins of {cell} have {version or 'no release of it'}"
                 )
+                raise MatrixError(f"{said}: `kernel-compat-matrix pin` resolves them again")
     return dict(found)

@@ -25,113 +25,93 @@ INSIDE = Path(__file__).parent / "cell"
 class Process:
     """A process in a group of its own. Another process watches it, and kills the group when the connection to it is closed."""
 
-    def __init__(self, connection: socket.socket, request: Mapping[str, object]) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._returncode: int | None = None
-        connection.sendall(json.dumps(request).encode() + b"\n")
         if not (pid := connection.recv(MESSAGE)):
             raise OSError("the process that forks the cells has died")
         self.pid = int(pid)
 
     def wait(self, timeout: float) -> int:
         """The return code, negative for a signal; raises TimeoutError if it is still running."""
-        if self._returncode is None:
-            self._connection.settimeout(max(timeout, 0.001))
-            self._returncode = int(self._connection.recv(MESSAGE) or -signal.SIGKILL)
-        return self._returncode
+        self._connection.settimeout(timeout)
+        return int(self._connection.recv(MESSAGE) or -signal.SIGKILL)
 
-    def end(self, grace: float = 0.0) -> None:
-        """End it and all its children, after some seconds to end by itself."""
-        if self._connection.fileno() < 0:
-            return  # it has been ended, and its id may be another process's
-        with suppress(TimeoutError):
-            self.wait(grace)
+    def end(self) -> None:
+        """End it and all its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.wait(60)
         with suppress(OSError), self._connection:
+            self._connection.settimeout(60)
             self._connection.shutdown(socket.SHUT_WR)
-            self._connection.recv(1)  # empty once the watching process has ended
-
-
-class Host:
-    """A Python that forks processes. Thread-safe.
-
-    Args:
-        python: the Python of a base, which imports torch, and whose forks act as ``python -m``. Without it, forks execute programs.
-    """
-
-    def __init__(self, python: Path | None = None) -> None:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [str(python or sys.executable), str(INSIDE / "kernel_compat_host.py"), str(theirs.fileno())]
-        with theirs:
-            self._process = subprocess.Popen(
-                [*command, *(["preload"] if python else [])],
-                cwd="/",
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-            )
-        share_priority(self._process.pid)
-
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> Process:
-        """Start a process.
-
-        Raises:
-            OSError: the host has died.
-        """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._requests, [b"fork"], [theirs.fileno()])
-        request = {"arguments": [*arguments], "environment": {**environment}, "folder": str(folder), "log": str(log)}
-        return Process(ours, request)
-
-    def close(self) -> None:
-        """End the host, and none of its forks."""
-        self._requests.close()
-        self._process.kill()
-        self._process.wait()
-
-
-def fresh(command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> Process:
-    """Start a program.
-
-    Raises:
-        OSError: it doesn't exist.
-    """
-    program = command[0]
-    if not shutil.which(folder / program if "/" in program else program, path=environment.get("PATH")):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), program)
-    host = Host()
-    try:
-        return host.start(command, environment, folder, log)
-    finally:
-        host.close()
+            while self._connection.recv(MESSAGE):  # until the watching process has ended
+                pass
 
 
 class Hosts:
-    """A host for each Python, started on first use."""
+    """Pythons that fork processes, each started on first use. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._hosts: dict[Path, Host] = {}
+        self._hosts: dict[Path | None, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
 
-    def __call__(self, python: Path) -> Host:
-        """The host of a Python."""
+    def start(
+        self, python: Path | None, command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path
+    ) -> Process:
+        """Start a process.
+
+        Args:
+            python: the Python of a base, which imports torch, and whose forks act as ``python -m COMMAND``. Without it, `command`
+                is a program.
+
+        Raises:
+            OSError: the program doesn't exist, or the host has died.
+        """
+        program = command[0]
+        if python is None and not shutil.which(
+            folder / program if "/" in program else program, path=environment.get("PATH")
+        ):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), program)
         with self._lock:
-            return self._hosts.get(python) or self._hosts.setdefault(python, Host(python))
+            if python not in self._hosts:
+                self._hosts[python] = _host(python)
+            requests, _ = self._hosts[python]
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(requests, [b"fork"], [theirs.fileno()])
+        request = {"arguments": [*command], "environment": {**environment}, "folder": str(folder), "log": str(log)}
+        ours.sendall(json.dumps(request).encode() + b"\n")
+        return Process(ours)
 
     def close(self) -> None:
-        """End all hosts."""
+        """End all hosts, and none of their forks."""
         with self._lock:
-            for host in self._hosts.values():
-                host.close()
+            for requests, process in self._hosts.values():
+                requests.close()
+                process.kill()
+                process.wait()
             self._hosts.clear()
+
+
+def _host(python: Path | None) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A Python that forks processes, and the socket for its requests."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [str(python or sys.executable), str(INSIDE / "kernel_compat_host.py"), str(theirs.fileno())]
+    nothing = subprocess.DEVNULL
+    with theirs:
+        process = subprocess.Popen(
+            [*command, *(["preload"] if python else [])],
+            cwd="/",
+            env=environment,
+            stdin=nothing,
+            stdout=nothing,
+            stderr=nothing,
+            start_new_session=True,
+            pass_fds=[theirs.fileno()],
+        )
+    share_priority(process.pid)
+    return ours, process
 
 
 def share_priority(session: int) -> None:

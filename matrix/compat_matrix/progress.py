@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from statistics import mean
 
 from rich.console import Console
 from rich.live import Live
@@ -66,8 +67,7 @@ class Progress(Live):
     def _time_left(self) -> str:
         if not self._spent:
             return "?"
-        mean = sum(self._spent.values()) / len(self._spent)
-        return _clock(mean * (self.total - len(self._spent)) / max(self.jobs, 1))
+        return _clock(mean(self._spent.values()) * (self.total - len(self._spent)) / self.jobs)
 
 
 def _clock(seconds: float) -> str:

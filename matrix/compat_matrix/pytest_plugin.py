@@ -1,8 +1,7 @@
 """A pytest plugin: the fixture `figure`, and a check before a suite begins that no matrix service knows the environment as bad.
 
 Load it with ``-p compat_matrix.pytest_plugin``. It isn't registered as an entry point: pytest would then import it in every
-project that has this package installed. Without ``--kernel-compat-service URL`` or the ini option ``kernel_compat_service`` it asks
-no service and imports nothing else.
+project that has this package installed. Without the ini option ``kernel_compat_service`` it asks no service and imports nothing else.
 """
 
 from __future__ import annotations
@@ -19,24 +18,15 @@ class ServiceWarning(UserWarning):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the plugin's options."""
-    group = parser.getgroup("kernel-compat")
-    group.addoption(
-        "--kernel-compat-service",
-        metavar="URL",
-        help="ask this matrix service about the environment first, and stop if it is known to be bad",
-    )
-    group.addoption(
-        "--kernel-compat-service-required", action="store_true", help="stop also if the service doesn't answer"
-    )
-    parser.addini("kernel_compat_service", "as --kernel-compat-service; an empty option turns it off", default="")
+    """Add the plugin's option."""
+    about = "ask this matrix service about the environment first, and stop if it is known to be bad"
+    parser.addini("kernel_compat_service", about, default="")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Ask the service; not in the worker processes of pytest-xdist, whose controller has asked."""
     config = session.config
-    url = config.getoption("--kernel-compat-service")
-    url = config.getini("kernel_compat_service") if url is None else url
+    url = config.getini("kernel_compat_service")
     if not url or hasattr(config, "workerinput"):
         return
     from . import matrix_client
@@ -44,8 +34,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     try:
         report = matrix_client.ask(url)
     except matrix_client.ServiceError as error:
-        if config.getoption("--kernel-compat-service-required"):
-            raise pytest.UsageError(f"kernel-compat: {error}") from None
         warning = ServiceWarning(f"nothing is known about this environment: {error}")
         config.issue_config_time_warning(warning, stacklevel=2)
         return

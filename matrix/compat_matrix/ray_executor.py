@@ -9,9 +9,9 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,43 +44,38 @@ _GRACE = 15.0
 class RayExecutor:
     """The cluster at RAY_ADDRESS, or one started on this machine by `ray start`, or a new one on this machine for this run.
 
-    The tested project, the wheelhouse and the base Python must be at the same paths on every node. Each node makes its
-    environments in its own cache folder.
-
     Args:
         jobs: the CPUs of a new cluster; not allowed with an existing one.
-        cache: that folder; the node's default by default.
-        fork: fork cells without a GPU from a process that has imported torch.
+        cache: the folder in which each node makes its environments; the node's default by default.
 
     Raises:
         MatrixError: the cluster doesn't exist or can't be joined, or anybody else on the network could join it.
     """
 
-    def __init__(self, jobs: int | None, cache: Path | None, *, fork: bool = True) -> None:
-        self._cache, self._fork = cache and cache.absolute(), fork
+    def __init__(self, jobs: int | None, cache: Path | None) -> None:
+        self._cache = cache and cache.absolute()
         self._refs: list[Any] = []
         self._fingerprint = functools.cache(fingerprint)
         address = os.environ.get("RAY_ADDRESS", "")
         host, port = check_private(address)
-        if host and port is not None:  # Ray itself would wait, and then end this process
-            with _joining(address):
-                socket.create_connection((host, port), timeout=10).close()
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
-            ray.init(num_cpus=jobs, **quiet)
-        except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+            if host and port is not None:  # Ray itself would wait, and then end this process
+                socket.create_connection((host, port), timeout=10).close()
+            ray.init(num_cpus=jobs, log_to_driver=False, logging_level=logging.ERROR)
+        except (RayError, RuntimeError, ValueError, OSError, OverflowError) as error:
             hint = "if it requires a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN must be as on its nodes"
-            raise MatrixError(f"the Ray cluster can't be joined: {error} ({hint})") from None
+            where = address or "this machine"
+            raise MatrixError(f"the Ray cluster at {where} can't be joined: {error} ({hint})") from None
         self.jobs = int(ray.cluster_resources().get("CPU", 1))
         node = ray.get_runtime_context().get_node_id()
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         # The names of the cells that have started. On the node of this process, and not on one that may be lost.
         self._begun = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
-        self._started: Callable[[Cell], None] | None = None
+        self._started: Callable[[Cell], object] = str
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job, started: Callable[[Cell], None]) -> Future[CellResult]:
+    def submit(self, job: Job, started: Callable[[Cell], object]) -> Future[CellResult]:
         """Submit a job as a task. If no node can ever run it, its result is ``not run`` at once."""
         self._started = started
         needs = {"CPU": 1.0, "memory": job.tests.memory * 2**30}
@@ -102,7 +97,7 @@ class RayExecutor:
             retry_exceptions=False,
         )
         expected = self._fingerprint(job.environments.project)
-        ref = task.remote(job, expected, self._cache, self._fork, self._begun)
+        ref = task.remote(job, expected, self._cache, self._begun)
         self._refs.append(ref)
         ref.future().add_done_callback(lambda done: _hand_over(done, future, job))
         return future
@@ -127,14 +122,13 @@ class RayExecutor:
         """Report cells as they start."""
         with suppress(RayError):  # the cluster is shutting down; the cells' futures report it
             while name := self._begun.get():
-                if self._started is not None:
-                    self._started(parse(name))
+                self._started(parse(name))
 
 
 _hosts = Hosts()
 
 
-def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) -> CellResult:
+def _run(job: Job, expected: str, cache: Path | None, begun: Any) -> CellResult:
     """Run a cell on a node, with GPUs that no other process on that machine has leased."""
     here = job.environments.project
     if not here.is_dir():
@@ -146,7 +140,9 @@ def _run(job: Job, expected: str, cache: Path | None, fork: bool, begun: Any) ->
     job = replace(job, environments=replace(job.environments, root=cache or default_root()))
     # Ray assigns GPUs by CUDA_VISIBLE_DEVICES, and doesn't know about other runs on the machine.
     devices = gpus.visible() if job.gpus else ()
-    return work.run(job, devices, lambda: begun.put_nowait(job.cell.name), hosts=_hosts if fork else None)
+    # Not `begun.put_nowait`: Ray gives the CPU of a task that waits to another one.
+    tell = begun.actor.put_nowait.remote
+    return work.run(job, devices, lambda cell: tell(cell.name), threading.Event(), _hosts)
 
 
 def check_private(address: str) -> tuple[str, int | None]:
@@ -157,27 +153,21 @@ def check_private(address: str) -> tuple[str, int | None]:
     Raises:
         MatrixError: it isn't at a loopback address, and Ray's token authentication is off; or its host isn't known.
     """
-    with _joining(address):
-        place = address.rpartition("://")[2]
+    place = address.rpartition("://")[2]
+    try:
         parts = urlsplit(f"//{place}")
         host, port = "" if place in ("", "auto", "local") else parts.hostname or "", parts.port
         if not host or os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
             return host, port
         found = {str(one[4][0]).partition("%")[0] for one in socket.getaddrinfo(host, None)}
+    except (OSError, ValueError) as error:
+        raise MatrixError(f"the Ray cluster at {address} can't be joined: {error}") from None
     if not all(ipaddress.ip_address(one).is_loopback for one in found):
         raise MatrixError(
             f"the Ray cluster at {address} isn't on this machine, and whoever reaches it can run commands on it: "
             "set RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN on its nodes and here"
         )
     return host, port
-
-
-@contextmanager
-def _joining(address: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, OverflowError) as error:
-        raise MatrixError(f"the Ray cluster at {address} can't be joined: {error}") from None
 
 
 def _hand_over(done: Future[Any], future: Future[CellResult], job: Job) -> None:

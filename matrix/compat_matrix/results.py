@@ -31,19 +31,12 @@ Outcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed", 
 
 Better = Literal["lower", "higher"]
 
-#: The limits hold for results from elsewhere: `store.foreign` checks them.
+#: Limits are for results from elsewhere, which `store.foreign` checks.
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Figure(NamedTuple):
-    """A number that a test measured.
-
-    Attributes:
-        name: its name, unique in a cell.
-        value: a finite number.
-        unit: such as ``"ms"``; values in different units aren't compared. May be empty.
-        better: which values are better; None if neither are.
-    """
+    """A number that a test measured. Its name is unique in a cell; values in different units aren't compared."""
 
     name: str
     value: float
@@ -73,10 +66,8 @@ class Test:
     """One test's outcome.
 
     Attributes:
-        nodeid: pytest's node id, relative to the project.
         seconds: the time of setup, call and teardown together.
         message: the report of a failure or the reason of a skip; empty for a test that passed.
-        figures: the numbers that it measured.
     """
 
     __test__ = False  # pytest collects classes called Test
@@ -98,16 +89,13 @@ class CellResult:
     """The result of one attempt at a cell.
 
     Attributes:
-        cell: the cell.
-        verdict, kind, reason: how it ended; `kind` is None and `reason` empty if it passed.
-        tests: every test that reported, in order.
-        started: the time of its start, with a time zone.
+        kind, reason: None and empty if it passed.
+        started: with a time zone.
         seconds: the time from the start of its installation to its end.
+        tests: every test that reported, in order.
         environment: the cell's report on itself: ``packages`` (version by name), ``device``, ``driver``, ``python``,
             ``shims`` (state, reason and seams by name). Empty if it died before reporting.
         pins: the text of its requirement files.
-        command: the command that ran the tests, as arguments.
-        log: everything it printed.
         attempt: 1 for the first in its run.
     """
 

@@ -6,8 +6,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from . import work
@@ -25,25 +25,18 @@ if TYPE_CHECKING:
 
 
 class Local:
-    """Runs jobs on this machine, each in a process of its own with exclusive GPUs.
+    """Runs a number of jobs at a time on this machine, each in a process of its own with exclusive GPUs among `devices`."""
 
-    Args:
-        jobs: the number of cells at a time.
-        devices: the GPUs that may be leased.
-        fork: fork cells without a GPU from a process that has imported torch, instead of starting each anew.
-    """
-
-    def __init__(self, jobs: int, devices: Sequence[str], fork: bool = True) -> None:
+    def __init__(self, jobs: int, devices: Sequence[str]) -> None:
         self.jobs = jobs
         self._devices = devices
         self._cancelled = threading.Event()
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="cell")
-        self._hosts = Hosts() if fork else None
+        self._hosts = Hosts()
 
-    def submit(self, job: Job, started: Callable[[Cell], None]) -> Future[CellResult]:
+    def submit(self, job: Job, started: Callable[[Cell], object]) -> Future[CellResult]:
         """Run a job; `started` is called when its cell starts."""
-        begun = partial(started, job.cell)
-        return self._pool.submit(work.run, job, self._devices, begun, self._cancelled, self._hosts)
+        return self._pool.submit(work.run, job, self._devices, started, self._cancelled, self._hosts)
 
     def cancel(self) -> None:
         """End running jobs; their futures raise `work.Cancelled`."""
@@ -53,8 +46,7 @@ class Local:
     def close(self) -> None:
         """Free resources, after all jobs have ended."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        if self._hosts is not None:
-            self._hosts.close()
+        self._hosts.close()
 
 
 def failed(store: Store, run: str) -> dict[Cell, int]:
@@ -63,10 +55,10 @@ def failed(store: Store, run: str) -> dict[Cell, int]:
 
 
 def left(store: Store, run: str, axes: Axes, again: Mapping[Cell, int]) -> tuple[list[Cell], dict[Cell, int]]:
-    """The cells of a run that must still be run: the unfinished ones and `again`; and the earlier attempts at the latter.
+    """The cells of a run that must still be run, unfinished ones and those in `again`; and the earlier attempts at the latter.
 
     Args:
-        again: the cells to repeat, with their attempts so far; one that has a later attempt by now is left out.
+        again: cells with their attempts so far; one that has a later attempt by now is left out.
 
     Raises:
         MatrixError: the axes don't have one of these cells.
@@ -93,50 +85,44 @@ def execute(
 ) -> Counter[str]:
     """Run the jobs and store each result; returns the number of cells with each verdict.
 
-    Ctrl-C ends running cells and leaves the run ``interrupted``: finished cells are stored, the others are unfinished.
+    An error and Ctrl-C end running cells and leave the run ``interrupted``: finished cells are stored, the others are unfinished.
 
     Args:
         patience: the seconds for which storing a result is tried again, for a database that is restarted.
         finish: set the state of the run at the end; else the caller does so.
-
-    Raises:
-        MatrixError: a result can't be stored; earlier results stay stored.
-        KeyboardInterrupt: after the store is in order.
     """
-    pending: set[Future[CellResult]] = set()
+
+    def store_result(result: CellResult, patience: float) -> None:
+        if result.verdict == "not run" and result.attempt > 1:
+            return  # it would hide the cell's earlier result
+        end = time.monotonic() + patience
+        while True:
+            try:
+                return store.add(run, result)
+            except MatrixError:
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(1)
+
+    left: set[Future[CellResult]] = set()
     try:
         for job in jobs:
-            pending.add(executor.submit(job, progress.started))
-        while pending:
-            done, _ = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-            for future in sorted(
-                done, key=lambda one: one.exception() is not None
-            ):  # an error ends the run: it comes last
-                result = future.result()
-                if result.verdict != "not run" or result.attempt == 1:  # it would hide the cell's earlier result
-                    _add(store, run, result, patience)
-                pending.remove(future)
-                progress.ended(result)
+            left.add(executor.submit(job, progress.started))
+        for future in as_completed(left):
+            result = future.result()
+            store_result(result, patience)
+            left.remove(future)
+            progress.ended(result)
         executor.close()
-    except BaseException as error:
+    except BaseException:
         executor.cancel()
-        for future in pending if isinstance(error, KeyboardInterrupt) else ():
-            if future.done() and not future.cancelled() and future.exception() is None:
-                store.add(run, future.result())
+        with suppress(MatrixError):  # the same error again
+            for future in left:
+                if future.done() and not future.cancelled() and future.exception() is None:
+                    store_result(future.result(), 0)
         if finish:
             store.finish(run, "interrupted")
         raise
     if finish:
         store.finish(run, "finished")
     return progress.counts
-
-
-def _add(store: Store, run: str, result: CellResult, patience: float) -> None:
-    end = time.monotonic() + patience
-    while True:
-        try:
-            return store.add(run, result)
-        except MatrixError:
-            if time.monotonic() >= end:
-                raise
-            time.sleep(1)

@@ -1,7 +1,4 @@
-"""A tox plugin: `tox -e py311-tf5.23-torch2.15` runs that cell in the same environment as `kernel-compat-matrix run`.
-
-Arguments after ``--`` go to pytest. tox creates no environment of its own for a cell.
-"""
+"""A tox plugin: `tox -e py311-tf5.23-torch2.15` runs that cell in the same environment as `kernel-compat-matrix run`."""
 
 from __future__ import annotations
 
@@ -24,11 +21,8 @@ from tox.tox_env.package import Package
 from tox.tox_env.register import ToxEnvRegister
 from tox.tox_env.runner import RunToxEnv
 
-from .axes import Axes, load
+from .axes import Axes, axes_in, load
 from .errors import MatrixError
-from .options import axes_in
-
-_RUNNER = "kernel-compat-matrix"
 
 
 class CellEnv(RunToxEnv):
@@ -42,7 +36,7 @@ class CellEnv(RunToxEnv):
     @staticmethod
     def id() -> str:
         """The name of this kind of environment."""
-        return _RUNNER
+        return "kernel-compat-matrix"
 
     @property
     def executor(self) -> LocalSubProcessExecutor:
@@ -79,7 +73,7 @@ def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
     for cell in axes.cells:
         command = [sys.executable, "-m", "compat_matrix", "run", "--axes", str(axes.path), cell.name]
         loader = MemoryLoader(
-            runner=_RUNNER,
+            runner=CellEnv.id(),
             description="a cell of the matrix",
             commands=[Command([*command, f"--pytest={more}"])],
             change_dir=axes.folder,

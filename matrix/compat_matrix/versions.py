@@ -18,20 +18,16 @@ VERSION = rf"^{_VERSION}([+ ][A-Za-z0-9]{{1,40}}([._-][A-Za-z0-9]{{1,40}}){{0,5}
 
 
 def checked(text: str) -> str:
-    """A version without its local part.
-
-    Raises:
-        MatrixError: it isn't a version.
-    """
-    if not re.fullmatch(VERSION, text):
+    """A version without its local part; raises `MatrixError` if it isn't one."""
+    if (found := parsed(text.replace(" ", "+"))) is None:
         raise MatrixError(f"a release such as 5.9.0, 5.9, 5.9.0rc1 or 2.11.0+cu130, not {text[:100]!r}")
-    return Version(text.replace(" ", "+")).public
+    return found.public
 
 
 @lru_cache(10_000)
 def parsed(text: str) -> Version | None:
     """The version; None if the text isn't one."""
-    return Version(text) if re.fullmatch(VERSION, text) else None
+    return Version(text) if " " not in text and re.fullmatch(VERSION, text) else None
 
 
 @lru_cache(10_000)

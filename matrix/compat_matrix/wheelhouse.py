@@ -7,10 +7,9 @@ import shutil
 import sys
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
 from importlib import metadata
 from json import loads
 from pathlib import Path, PurePosixPath
@@ -40,79 +39,55 @@ _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+!-]*"
 Name = Annotated[str, StringConstraints(pattern=rf"\A{_NAME}\z")]
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Stored(_Table):
-    """A fetched file."""
-
-    sha256: str
-    size: int
-
-
-class PartOf(_Table):
-    """A base or a layer; `torch_alone` are torch and its pins that only torch needs."""
-
-    torch_alone: list[str] = []
-
-
-class Wheelhouse(_Table):
-    """A folder that `fetch` has written, as its ``manifest.json`` describes it.
+class Wheelhouse(BaseModel):
+    """A folder that `fetch` has written: files, the pins of its bases and layers in the folder ``pins``, and ``manifest.json``.
 
     Attributes:
         wheel: the file name of the tested project's wheel.
-        cells: base and layer by the name of the cell; their pins are in the folder ``pins``.
-        files: the fetched files by name.
+        parts: for each base and layer, in ``torch_alone``: torch, and the pins that only torch needs; none in a layer.
     """
 
+    model_config = ConfigDict(frozen=True)
+
     folder: Path = Field(default=Path(), exclude=True)
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
     wheel: Name = Field(alias="project")
-    cells: dict[Name, tuple[Name, Name]] = {}
-    parts: dict[Name, PartOf] = {}
-    files: dict[Name, Stored] = {}
+    parts: dict[Name, dict[str, list[str]]] = {}
 
     @classmethod
     def open(cls, folder: Path) -> Wheelhouse:
-        """Open a folder.
-
-        Raises:
-            MatrixError: the folder doesn't exist, or `fetch` hasn't written it.
-        """
+        """Open a folder; raises a `MatrixError` if `fetch` hasn't written it."""
         path = folder.absolute() / "manifest.json"
         try:
             return cls.model_validate_json(path.read_bytes()).model_copy(update={"folder": path.parent})
         except OSError:
-            wrong = (
-                "has no manifest.json, which is written last: it is incomplete" if folder.is_dir() else "isn't a folder"
-            )
-            raise MatrixError(f"{path.parent} {wrong}; `kernel-compat-matrix fetch` writes such folders") from None
+            raise MatrixError(
+                f"{path.parent} has no manifest.json, which `kernel-compat-matrix fetch` writes last"
+            ) from None
         except ValidationError as error:
             raise MatrixError(f"{path} isn't a manifest of this version: {error.errors()[0]['msg']}") from None
 
     @property
     def project(self) -> Path:
-        """The tested project's wheel."""
+        """The path of that wheel."""
         return self.folder / self.wheel
 
     @property
     def torch_alone(self) -> dict[str, frozenset[str]]:
         """For each base: torch, and the pins that only torch needs."""
-        return {name: frozenset(part.torch_alone) for name, part in self.parts.items()}
+        return {name: frozenset(part["torch_alone"]) for name, part in self.parts.items()}
 
     def check(self, cells: Sequence[Cell], project: Path) -> None:
-        """Check that the folder serves these cells and this project.
-
-        Raises:
-            MatrixError: it was fetched for other cells, or for a different state of the tested project.
-        """
-        others = [cell.name for cell in cells if not {cell.base, cell.layer} <= self.parts.keys()]
+        """Raise a `MatrixError` if the folder was fetched for other cells, or for a different state of the tested project."""
+        there = {path.stem for path in (self.folder / "pins").glob("*.txt")}
+        others = [cell.name for cell in cells if not {cell.base, cell.layer} <= there]
         if others:
             raise MatrixError(f"{self.folder} was fetched for other cells, without {one_and_more(others)}")
-        if not self._there(self.wheel) or sha256(self.project) != self.files[self.wheel].sha256:
-            raise MatrixError(f"{self.folder} lacks {self.wheel} as it was fetched: fetch it again")
-        if (changed := differing(self.project, project)) is not None:
+        try:
+            changed = differing(self.project, project)
+        except (OSError, zipfile.BadZipFile):
+            raise MatrixError(f"{self.folder} lacks {self.wheel} as it was fetched: fetch it again") from None
+        if changed is not None:
             raise MatrixError(
                 f"{self.wheel} in {self.folder} has another {changed} than {project}: fetch it again, from the same state"
             )
@@ -121,28 +96,19 @@ class Wheelhouse(_Table):
         """The parts of the cells with pins of the files in this folder: a wheel that was added by hand replaces an sdist.
 
         Raises:
-            MatrixError: files are missing, or differ from the fetched ones; the message names all of them and the cells.
+            MatrixError: files are missing or differ from the pinned ones. All of them are named, with the cells.
         """
-        names = {stored.sha256: name for name, stored in self.files.items()}
-        added = [path for path in sorted(self.folder.glob("*.whl")) if path.name not in self.files]
-        digest = cache(sha256)
+        there = _by_hash(self.folder)
         found: dict[str, Part] = {}
-        missing: dict[str, dict[str, None]] = {}
+        missing: defaultdict[str, dict[str, None]] = defaultdict(dict)
         for cell in cells:
-            for part in (one for one in (parts[cell.base], parts[cell.layer]) if isinstance(one, Part)):
-                pins = []
+            for part in (parts[cell.base], parts[cell.layer]):
+                if not isinstance(part, Part):
+                    continue
                 for pin in part.pins:
-                    name = names.get(pin.sha256, "")
-                    there = self._there(name)
-                    if there and name.endswith(".whl"):
-                        pins.append(pin)
-                    elif wheel := _replacing(added, pin, part.python, cell.torch):
-                        pins.append(Pin(pin.name, str(parse_wheel_filename(wheel.name)[1]), digest(wheel)))
-                    elif there:
-                        pins.append(pin)
-                    else:
-                        what = f"{pin.name}=={pin.version}" + (f" ({name})" if name else "")
-                        missing.setdefault(what, {})[cell.name] = None
+                    if pin.sha256 not in there:
+                        missing[f"{pin.name}=={pin.version}"][cell.name] = None
+                pins = (_replacing(there, pin, part.python, cell.torch) or pin for pin in part.pins)
                 found[part.name] = replace(part, pins=tuple(pins))
         if missing:
             lines = [f"{what}, for {one_and_more([*those])}" for what, those in sorted(missing.items())]
@@ -150,11 +116,6 @@ class Wheelhouse(_Table):
                 lines.append("It was fetched --without-torch, or has lost it: run --base-python PATH, or fetch again")
             raise MatrixError("\n  ".join([f"{self.folder} lacks", *lines]))
         return found
-
-    def _there(self, name: str) -> bool:
-        """Whether a file has its recorded size; its hash is checked at installation."""
-        path = self.folder / name
-        return name in self.files and path.is_file() and path.stat().st_size == self.files[name].size
 
 
 def fetch(
@@ -166,15 +127,12 @@ def fetch(
     latest: bool = False,
     without_torch: bool = False,
     runner: bool = False,
-    note: Callable[[str], None],
-) -> Wheelhouse:
-    """Write a wheelhouse for cells, or add to one. Files that it has with the right hash are not fetched again.
+) -> list[Path]:
+    """Write a wheelhouse for cells, or add to one; returns their files. Those that are there are not fetched again.
 
     Args:
-        latest: resolve the newest releases instead of using the pins.
         without_torch: leave out torch and the packages that only torch needs.
         runner: add this command itself, and a requirement file ``runner-py312.txt`` for installing it.
-        note: called with a line about every file.
 
     Raises:
         MatrixError: pins are missing or have no solution, a file can't be fetched or has another hash, the project can't be
@@ -189,38 +147,30 @@ def fetch(
     left_out = needless if without_torch else {}
     wanted = [part.without(left_out.get(name, ())) for name, part in parts.items()]
     folder = folder.absolute()
-    old = Wheelhouse.open(folder) if (folder / "manifest.json").exists() else None
+    old = Wheelhouse.open(folder).parts if (folder / "manifest.json").exists() else {}
     try:
         with TemporaryDirectory() as scratch:
             project = _build(axes.folder, Path(scratch))
             runners = _runners(axes, {cell.python for cell in cells}, Path(scratch)) if runner else []
-            files = _gathered(axes, [*wanted, *runners], folder, Path(scratch), note)
+            files = _gathered(axes, [*wanted, *runners], folder, Path(scratch))
         for part in parts.values():
             write(part, folder / "pins")
         for part in runners:
             write(part, folder)
-        name, version, *_ = parse_wheel_filename(project.name)
-        files[project.name] = Pin(name, str(version), sha256(folder / project.name))
-        old = old or Wheelhouse(project=project.name)
-        stored = {name: Stored(sha256=pin.sha256, size=(folder / name).stat().st_size) for name, pin in files.items()}
-        house = Wheelhouse(
-            folder=folder,
-            project=project.name,
-            cells=old.cells | {cell.name: (cell.base, cell.layer) for cell in cells},
-            parts=old.parts | {name: PartOf(torch_alone=sorted(needless.get(name, ()))) for name in parts},
-            files=old.files | stored,
-        )
+        alone = {name: {"torch_alone": sorted(needless.get(name, ()))} for name in parts}
+        house = Wheelhouse(project=project.name, parts=old | alone)
         (folder / "manifest.part").write_text(house.model_dump_json(indent=2, by_alias=True), encoding="utf-8")
         (folder / "manifest.part").replace(folder / "manifest.json")
     except OSError as error:
         raise MatrixError(f"{folder} can't be written: {error.strerror or error}") from error
-    for name, pin in sorted(files.items()):
-        if not name.endswith(".whl"):
-            note(
-                f"{pin.name} {pin.version} has no wheel for this platform. The machine that installs it builds one from {name}, "
-                f"which needs a compiler; or add a wheel of it to {folder}, which is then used instead"
+    for path, pin in sorted(files.items()):
+        if path.suffix != ".whl":
+            print(
+                f"{pin.name} {pin.version} has no wheel for this platform. The machine that installs it builds one from {path.name}, "
+                f"which needs a compiler; or add a wheel of it to {folder}, which is then used instead",
+                file=sys.stderr,
             )
-    return house
+    return [*files, folder / project.name]
 
 
 def differing(wheel: Path, folder: Path) -> str | None:
@@ -237,14 +187,16 @@ def differing(wheel: Path, folder: Path) -> str | None:
     return None
 
 
-def _gathered(
-    axes: Axes, parts: Sequence[Part], folder: Path, built: Path, note: Callable[[str], None]
-) -> dict[str, Pin]:
-    """The files of the pins of parts, by name. The built ones are moved into the folder, and the missing ones are fetched."""
-    paths = [path for place in (folder, built) for path in place.glob("*") if path.suffix in (".whl", ".gz", ".zip")]
+def _by_hash(*folders: Path) -> dict[str, Path]:
+    """The wheels and sdists in folders, by their hashes."""
+    paths = [path for folder in folders for path in folder.glob("*") if path.suffix in (".whl", ".gz", ".zip")]
     with ThreadPoolExecutor(_THREADS) as pool:
-        there = dict(zip(pool.map(sha256, paths), paths, strict=True))
-    pins = {pin.sha256: pin for part in parts for pin in part.pins}
+        return dict(zip(pool.map(sha256, paths), paths, strict=True))
+
+
+def _gathered(axes: Axes, parts: Sequence[Part], folder: Path, built: Path) -> dict[Path, Pin]:
+    """The files of the pins of parts. The built ones are moved into the folder, and the missing ones are fetched."""
+    there = _by_hash(folder, built)
     urls = _located(axes, parts, there)
     index = Index()
     folder.mkdir(parents=True, exist_ok=True)
@@ -263,11 +215,11 @@ def _gathered(
 
     with ThreadPoolExecutor(_THREADS) as pool:
         for digest, path in zip(urls, pool.map(one, urls), strict=True):
-            note(f"{path.name} {path.stat().st_size / 1e6:.1f} MB")
+            print(f"{path.name} {path.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
             there[digest] = path
     for path in built.glob("*.whl"):
         shutil.move(path, folder / path.name)
-    return {there[digest].name: pin for digest, pin in pins.items()}
+    return {folder / there[pin.sha256].name: pin for part in parts for pin in part.pins}
 
 
 def _located(axes: Axes, parts: Sequence[Part], there: Collection[str]) -> dict[str, str]:
@@ -276,10 +228,9 @@ def _located(axes: Axes, parts: Sequence[Part], there: Collection[str]) -> dict[
     for part in parts:
         left = [pin for pin in part.pins if pin.sha256 not in there and pin.sha256 not in found]
         exactly = [f"{pin.name}=={pin.version}" for pin in left]
-        urls: dict[str, str] = {}
-        for package in lock(exactly, part.python, axes.folder, "--no-deps", before=ANY_DAY) if left else ():
-            files = [*package.get("wheels", ()), *([package["sdist"]] if "sdist" in package else [])]
-            urls |= {file["hashes"].get("sha256"): file["url"] for file in files}
+        packages = lock(exactly, part.python, axes.folder, "--no-deps", before=ANY_DAY) if left else []
+        files = [file for one in packages for file in (*one.get("wheels", ()), *filter(None, [one.get("sdist")]))]
+        urls = {file["hashes"].get("sha256"): file["url"] for file in files}
         for pin in left:
             if pin.sha256 not in urls:
                 raise MatrixError(f"no file of {pin.name}=={pin.version} has the pinned hash any more: {pin.sha256}")
@@ -312,11 +263,13 @@ def _runners(axes: Axes, pythons: Iterable[str], folder: Path) -> list[Part]:
     ]
 
 
-def _replacing(wheels: Sequence[Path], pin: Pin, python: str, torch: str) -> Path | None:
-    """The wheel that replaces a pin: of its version, for the Python, and not built for a different torch."""
+def _replacing(there: dict[str, Path], pin: Pin, python: str, torch: str) -> Pin | None:
+    """The pin of a wheel that replaces a pinned sdist: of its version, for the Python, and not built for a different torch."""
+    if pin.sha256 not in there or there[pin.sha256].suffix == ".whl":
+        return None
     version = tuple(map(int, python.split(".")))
     tags = {*cpython_tags(version), *compatible_tags(version, f"cp{python.replace('.', '')}")}
-    for path in wheels:
+    for digest, path in there.items():
         try:
             name, found, _, theirs = parse_wheel_filename(path.name)
         except InvalidWheelFilename:
@@ -324,5 +277,5 @@ def _replacing(wheels: Sequence[Path], pin: Pin, python: str, torch: str) -> Pat
         built_for = re.search(r"torch(\d+\.\d+)", found.local or "")
         fits = built_for is None or f"{torch}.".startswith(f"{built_for[1]}.")
         if name == pin.name and Version(found.public) == Version(pin.version) and tags & theirs and fits:
-            return path
+            return Pin(pin.name, str(found), digest)
     return None

@@ -8,10 +8,10 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import datetime, timezone
+from dataclasses import dataclass, replace
+from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,16 @@ from .environments import Environments
 from .errors import MatrixError
 from .outcomes import distinct, judge, read_report_log, retried, tied
 from .pins import Part, UvError
-from .processes import INSIDE, Hosts, Process, fresh
+from .processes import INSIDE, Hosts, Process
 from .results import CellResult, Kind, Verdict
 from .words import plural
 
 #: Environment variables that cells don't inherit. Without bytecode caches a cell would compile torch and transformers for 10 s;
 #: and cells must not know where the runner may write.
-_NOT_INHERITED = (
+_NOT_INHERITED = {
     *("VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"),
     *("KERNEL_COMPAT_MATRIX_STORE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
-)
+}
 
 #: Seconds for a process to end by itself.
 _GRACE = 5.0
@@ -53,6 +53,7 @@ class Job:
         arguments: further arguments for pytest.
         known: the failures that are tied to an issue in this cell.
         retry: repeat failed tests once, in a process of their own, if the command is pytest.
+        fork: without a GPU, fork pytest from a process that has imported torch.
     """
 
     cell: Cell
@@ -63,6 +64,7 @@ class Job:
     arguments: tuple[str, ...] = ()
     known: tuple[Known, ...] = ()
     retry: bool = False
+    fork: bool = True
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -90,11 +92,7 @@ class Cancelled(Exception):
 
 
 def run(
-    job: Job,
-    devices: Sequence[str],
-    started: Callable[[], object],
-    cancelled: threading.Event | None = None,
-    hosts: Hosts | None = None,
+    job: Job, devices: Sequence[str], started: Callable[[Cell], object], cancelled: threading.Event, hosts: Hosts
 ) -> CellResult:
     """Run a cell to its end, with GPUs that no other process on this machine has; failures of any kind are in the result.
 
@@ -102,7 +100,6 @@ def run(
         devices: the GPUs that may be leased.
         started: called when the cell has its GPUs.
         cancelled: setting it ends the cell.
-        hosts: processes to fork cells from that need no GPU; without them every cell is a new process.
 
     Raises:
         Cancelled: `cancelled` was set.
@@ -110,91 +107,61 @@ def run(
     if job.gpus > len(devices):
         there = {0: "none is", 1: "one is"}.get(len(devices), f"{len(devices)} are")
         return job.result("not run", "hardware", f"it needs {plural(job.gpus, 'GPU')}, and {there} visible")
-    cancelled = cancelled or threading.Event()
     with gpus.leased(job.gpus, devices, cancelled) as held:
         if cancelled.is_set():
             raise Cancelled
-        started()
-        return _run(job, held, cancelled, hosts)
+        started(job.cell)
+        begun, clock = datetime.now(timezone.utc), time.monotonic()
+        result = _run(job, held, cancelled, hosts, begun.date())
+        return replace(result, started=begun, seconds=time.monotonic() - clock)
 
 
-def _run(job: Job, leased: Sequence[str], cancelled: threading.Event, hosts: Hosts | None) -> CellResult:
-    started, clock = datetime.now(timezone.utc), time.monotonic()
-
-    def result(verdict: Verdict, kind: Kind | None, reason: str, **more: Any) -> CellResult:
-        return job.result(verdict, kind, reason, started=started, seconds=time.monotonic() - clock, **more)
-
-    if isinstance(job.parts, str):
-        return result("failed", "installation", _first(job.parts), log=job.parts)
+def _run(job: Job, leased: Sequence[str], cancelled: threading.Event, hosts: Hosts, today: date) -> CellResult:
     try:
+        if isinstance(job.parts, str):
+            raise UvError(job.parts)
         python = job.environments.base(job.parts[0])
         layer = job.environments.layer(job.parts[1], python)
     except UvError as error:
-        return result("failed", "installation", _first(str(error)), log=str(error))
+        return job.result("failed", "installation", " ".join(str(error).split())[:600], log=str(error))
     except OSError as error:  # an error of the machine, which every cell would have
         raise MatrixError(
             f"environments can't be kept in {job.environments.root}: {error.strerror or error}"
         ) from error
     with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as scratch:
         folder = Path(scratch)
-        (folder / "log").touch()
+        log, environment = folder / "log", folder / "environment.json"
+        log.touch()
         deadline = time.monotonic() + job.tests.minutes * 60
         try:
             process = _start(job, python, layer, folder, leased, hosts)
         except OSError as error:
-            return result("failed", "installation", f"{job.tests.command[0]} can't be started: {error.strerror}")
+            reason = f"{job.tests.command[0]} can't be started: {error.strerror}"
+            return job.result("failed", "installation", reason)
         returncode = _supervise(process, deadline, cancelled)
         tests, uncollected = read_report_log(folder / _REPORT)
-        tests, stale = tied(tests, job.known, job.cell, started.date())
+        tests, stale = tied(tests, job.known, today)
         if job.retry and returncode == 1 and (folder / _LAST_FAILED).exists() and any(test.bad for test in tests):
             process = _start(job, python, layer, folder, leased, hosts, again=True)
             _supervise(process, deadline, cancelled)
             tests = retried(tests, read_report_log(folder / _RETRY_REPORT)[0])
-        text = (folder / "log").read_text(encoding="utf-8", errors="replace")
-        found = _read_environment(folder / "environment.json")
+        text = log.read_text(encoding="utf-8", errors="replace")
+        found = json.loads(environment.read_bytes()) if environment.exists() else {}
     tests = distinct(tests)
     verdict, kind, reason = judge(tests, uncollected, found, text, returncode, job.tests.minutes, stale)
-    return result(verdict, kind, reason, tests=tuple(tests), environment=found, command=job.command, log=text)
+    return job.result(verdict, kind, reason, tests=tuple(tests), environment=found, command=job.command, log=text)
 
 
 def _start(
-    job: Job,
-    python: Path,
-    layer: Path,
-    folder: Path,
-    leased: Sequence[str],
-    hosts: Hosts | None,
-    *,
-    again: bool = False,
+    job: Job, python: Path, layer: Path, folder: Path, leased: Sequence[str], hosts: Hosts, *, again: bool = False
 ) -> Process:
     """Start the command of a job; `again`: pytest, with the tests that failed, which leaves the cell's report as it is."""
-    environment = _environment(job, layer, folder, leased)
-    if again:
-        del environment["COMPAT_MATRIX_ENVIRONMENT"]
-    place = (environment, job.environments.project, folder / "log")
-    first, *rest = job.command
-    if first != "pytest":
-        return fresh([str(python) if part == "python" else part for part in job.command], *place)
-    arguments = ["pytest", "-p", "kernel_compat_cell", f"--report-log={folder / (_RETRY_REPORT if again else _REPORT)}"]
-    arguments += ["-o", f"cache_dir={folder / _CACHE}"] if job.retry else ["-p", "no:cacheprovider"]
-    arguments += [*rest, *(["--last-failed"] if again else [])]
-    if len(leased) > 1:
-        arguments += ["-n", str(len(leased))]
-    # A fork has imported the base's release of what the layer may have too.
-    shadowed = not isinstance(job.parts, str) and any(name in PRELOADED for name in job.parts[1].versions)
-    if hosts is not None and not leased and not shadowed:
-        with suppress(OSError):  # torch can't be imported: the cell's own log shows why
-            return hosts(python).start(arguments, *place)
-    return fresh([str(python), "-m", *arguments], *place)
-
-
-def _environment(job: Job, layer: Path, folder: Path, leased: Sequence[str]) -> dict[str, str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
         if name not in _NOT_INHERITED and not name.startswith("PYTEST_XDIST_")  # from a pytest that runs the runner
     }
-    return {
+    environment = {
         "OMP_NUM_THREADS": "1",
         **inherited,
         **job.tests.environment,
@@ -206,33 +173,36 @@ def _environment(job: Job, layer: Path, folder: Path, leased: Sequence[str]) -> 
         "PYTHONPATH": os.pathsep.join([str(layer), str(INSIDE)]),
         "TMPDIR": str(folder),
     }
+    if again:
+        del environment["COMPAT_MATRIX_ENVIRONMENT"]
+    place = (environment, job.environments.project, folder / "log")
+    first, *rest = job.command
+    if first != "pytest":
+        return hosts.start(None, [str(python) if part == "python" else part for part in job.command], *place)
+    arguments = ["pytest", "-p", "kernel_compat_cell", f"--report-log={folder / (_RETRY_REPORT if again else _REPORT)}"]
+    arguments += ["-o", f"cache_dir={folder / _CACHE}"] if job.retry else ["-p", "no:cacheprovider"]
+    arguments += [*rest, *(["--last-failed"] if again else [])]
+    if len(leased) > 1:
+        arguments += ["-n", str(len(leased))]
+    # A fork has imported the base's release of what the layer may have too.
+    shadowed = not isinstance(job.parts, str) and any(name in PRELOADED for name in job.parts[1].versions)
+    if job.fork and not leased and not shadowed:
+        with suppress(OSError):  # torch can't be imported: the cell's own log shows why
+            return hosts.start(python, arguments, *place)
+    return hosts.start(None, [str(python), "-m", *arguments], *place)
 
 
 def _supervise(process: Process, deadline: float, cancelled: threading.Event) -> int | None:
     """The return code of the process; None if it was ended at `deadline`, in seconds of the monotonic clock."""
     try:
-        while True:
-            try:
+        while time.monotonic() <= deadline:
+            with suppress(TimeoutError):
                 return process.wait(0.2)
-            except TimeoutError:
-                if cancelled.is_set():
-                    raise Cancelled from None
-                if time.monotonic() > deadline:
-                    with suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGABRT)  # pytest's fault handler writes the stacks of all threads
-                    process.end(_GRACE)
-                    return None
+            if cancelled.is_set():
+                raise Cancelled
+        with suppress(ProcessLookupError, TimeoutError):
+            os.kill(process.pid, signal.SIGABRT)  # pytest's fault handler writes the stacks of all threads
+            process.wait(_GRACE)
+        return None
     finally:
-        process.end()  # its remaining children
-
-
-def _read_environment(path: Path) -> Mapping[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
-
-
-def _first(text: str) -> str:
-    """The beginning of an installer's message, on one line."""
-    return " ".join(text.split())[:600]
+        process.end()

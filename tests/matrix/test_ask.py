@@ -17,7 +17,7 @@ from compat_matrix.pages import ask, report
 from compat_matrix.pages.links import Links
 from compat_matrix.results import Kind
 from compat_matrix.store import Store
-from compat_matrix.views.verdicts import Judged, judge, newest, wanted
+from compat_matrix.views.verdicts import Judged, judge, wanted
 
 #: A field, what is typed, and what it is; or a part of the error.
 TYPED = [
@@ -163,7 +163,7 @@ def test_the_script_and_the_service_answer_the_same(tmp_path: Path) -> None:
         for one in results:
             store.add(run, one)
         stored(store, [passed(own[0]), failed(own[3]), passed(own[2])])
-        known = newest(store)
+        known = store.newest()
         matrix = json.loads(report.answers(known, Links()).removeprefix("const MATRIX = ").rstrip(";\n"))
         values = {
             "transformers": ("", "5.9.1", "5.9", "5.9.2", "5.12.0", "4.57.1", "5.9.0rc1"),

@@ -17,7 +17,6 @@ def test_a_search_is_right_and_asks_log2_times(data: st.DataObject) -> None:
     count = data.draw(st.integers(2, 60))
     first_bad = data.draw(st.integers(1, count - 1))
     unknown = data.draw(st.sets(st.integers(1, count - 2), max_size=6)) if count > 2 else set()
-    known = data.draw(st.sets(st.integers(0, count - 1)))
     values = [f"5.{n}" for n in range(count)]
     asked = []
 
@@ -29,7 +28,7 @@ def test_a_search_is_right_and_asks_log2_times(data: st.DataObject) -> None:
         asked.append(value)
         return truth(value)
 
-    found = search(values, ask, {value: truth(value) for value in values if values.index(value) in known - unknown})
+    found = search(values, ask)
     good, bad = values.index(found[0]), values.index(found[-1])
     assert good < first_bad <= bad
     assert found == values[good : bad + 1]
@@ -88,11 +87,10 @@ def test_the_first_release_that_broke_a_test_is_found(project: Small) -> None:
     done = project.run("bisect", "--test", "test_it.py::test_it")
     assert done.returncode == 0, done
     assert ran(project) == ["5.0", "5.10", "5.5", "5.2", "5.3"]
-    assert "transformers 5.2 is good (run)" in done.stdout
-    assert "transformers 5.4 is unknown (run): " in done.stdout
+    assert "transformers 5.2 is good" in done.stdout
+    assert "transformers 5.4 is unknown: " in done.stdout
     assert (
-        "transformers 5.5, or 5.4, whose state is unknown, broke test_it.py::test_it; 5.3 is good\n"
-        "6 cells run, 0 known\n"
+        "transformers 5.5, or 5.4, whose state is unknown, broke test_it.py::test_it; 5.3 is good\n6 cells run\n"
     ) in done.stdout
     with project.store as store:
         (run,) = store.runs()
@@ -101,54 +99,25 @@ def test_the_first_release_that_broke_a_test_is_found(project: Small) -> None:
 
     again = project.run("bisect", "--test", "test_it.py::test_it", "--bad", "5.9", "--only", "transformers>=5.1")
     assert again.returncode == 0, again
-    assert ran(project) == ["5.1", "5.9"]
-    assert "3 cells run, 3 known" in again.stdout
-
-
-@pytest.mark.slow
-def test_what_runs_had_of_a_test_is_not_run_again(project: Small) -> None:
-    project.run("run", "--only", "transformers in (5.0, 5.10)")
-    done = project.run("bisect", "--test", "test_it.py::test_it[2]")
-    assert ", 0 known" in done.stdout  # results of uncommitted code don't count
-    project.commit()
-    project.run("run", "--only", "transformers in (5.0, 5.2, 5.3, 5.5, 5.10)")
-    ran(project)
-    done = project.run("bisect", "--test", "test_it.py::test_it[2]")
-    assert done.returncode == 0, done
-    assert ran(project) == []
-    assert "1 cell run, 5 known" in done.stdout
-    project.wheel("transformers", "5.3.1", {"transformers.py": ""}, f"{TAG}-tf5.3")  # changes a pin
-    project.run("bisect", "--test", "test_it.py::test_it[2]")
-    assert ran(project) == ["5.3"]
+    assert ran(project)[:2] == ["5.1", "5.9"]
 
 
 @pytest.mark.slow
 def test_a_skipped_and_a_missing_test_are_walked_around(project: Small) -> None:
     done = project.run("bisect", "--test", "test_it.py::test_it", "--good", "5.3", "--bad", "5.9")
     assert done.returncode == 0, done
-    assert "transformers 5.6 is unknown (run): skipped: no such kernel" in done.stdout
+    assert "transformers 5.6 is unknown: skipped: no such kernel" in done.stdout
     assert "transformers 5.5, or 5.4, whose state is unknown, broke" in done.stdout
     missing = project.run("bisect", "--test", "test_it.py::test_it", "--good", "5.3", "--bad", "5.7")
     assert missing.returncode == 2
     assert "5.7 should be bad, but its state is unknown: it has no such test" in missing.stderr
 
 
-def test_what_was_mended_in_between_is_told(project: Small) -> None:
-    text = TESTS.replace("minor < 5 or n == 1", "minor not in (2, 3, 9, 10)")
-    project.write("test_it.py", text)
-    project.commit()
-    project.run("run", "--only", "transformers in (5.0, 5.2, 5.5)")
-    done = project.run("bisect", "--test", "test_it.py::test_it")
-    assert done.returncode == 0, done
-    assert "5.2 is bad and 5.5 is good again: the search is for the first change to bad" in done.stdout
-    assert "transformers 5.2 is the first that broke test_it.py::test_it; 5.1 is good" in done.stdout
-
-
 def test_a_test_that_can_not_be_collected_is_bad(project: Small) -> None:
     project.write("test_it.py", TESTS.replace("if minor != 7:", "if minor >= 9: import gone\n    if minor != 7:"))
     done = project.run("bisect", "--test", "test_it.py::test_other", "--good", "5.8")
     assert done.returncode == 0, done
-    assert "5.10 is bad (run): ModuleNotFoundError: No module named 'gone'" in done.stdout
+    assert "5.10 is bad: ModuleNotFoundError: No module named 'gone'" in done.stdout
     assert "transformers 5.9 is the first that broke test_it.py::test_other; 5.8 is good" in done.stdout
 
 
@@ -198,7 +167,7 @@ def test_the_first_release_that_broke_a_shim_is_found(project: Small) -> None:
     )
     done = project.run("bisect", "--seam", "masks", "--axis", "transformers")
     assert done.returncode == 0, done
-    assert "transformers 5.10 is bad (run): failed: transformers:g is gone" in done.stdout
+    assert "transformers 5.10 is bad: failed: transformers:g is gone" in done.stdout
     assert "transformers 5.3 is the first that broke masks; 5.2 is good" in done.stdout
     unknown = project.run("bisect", "--seam", "nothing")
     assert unknown.returncode == 2

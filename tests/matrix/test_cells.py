@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from compat_matrix import versions
 from compat_matrix.cells import DEVICES, FLASH_ATTENTION, NAME, WORD, Cell, parse, shard
 from compat_matrix.errors import MatrixError
 
@@ -103,3 +104,11 @@ def test_shards_are_disjoint_and_complete(items: list[int], of: int) -> None:
 def test_a_part_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(MatrixError, match="--shard takes a part such as 3/8"):
         shard([1, 2, 3], text)
+
+
+@pytest.mark.parametrize("reported", ["2.11.0 cu130", "2.11.0\n", "2.12.0", "torch", "", None, ["2.11.0"]])
+def test_a_cell_has_its_own_version_if_it_reports_none_of_it(reported: object) -> None:
+    cell = Cell("3.12", torch="2.11")
+    assert versions.exact(cell, {"packages": {"torch": reported}}, "")["torch"] == "2.11"
+    assert versions.exact(cell, {"packages": {"torch": "2.11.0+cu130"}}, "")["torch"] == "2.11.0+cu130"
+    assert versions.checked("2.11.0 cu130") == versions.checked("2.11.0+cu130") == "2.11.0"  # a plus sign in a URL

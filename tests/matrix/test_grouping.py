@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import update
-from stored import cells, failed, not_run, passed
+from stored import cells, failed, not_run, passed, unfinished
 
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
@@ -134,7 +134,7 @@ def test_a_repeated_job_counts_by_its_newest_results(store: Store) -> None:
     store.new_run([CELLS[2]], revision="75eada2", axes="axes", command="run")
     assert states(store, first) == dict(zip(CELLS, ["passed", "failed", "failed", "passed"], strict=False))
     assert store.result(first, CELLS[1]).reason == "f is gone"
-    assert store.unfinished(first) == []
+    assert unfinished(store, first) == []
     assert store.result(first, CELLS[3]).verdict == "passed"  # and not what a machine without a GPU says of it
     new = part(store, [passed(one) for one in CELLS], revision="another")
     assert [one.cell for one in diff.compare(store, first, new).mended] == [CELLS[1], CELLS[2]]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 from small import PYTHON, TAG, Small
-from stored import passed, stored
+from stored import passed, stored, unfinished
 
 from compat_matrix import pins
 from compat_matrix.axes import load
@@ -59,6 +59,7 @@ def test_every_command_takes_them(project: Small) -> None:
     assert json.loads(project.run("list", "--excluded", "--json").stdout) == dict.fromkeys(
         [name("0.16", "nccl"), name("0.17", "nccl")], "needs 0.18"
     )
+    assert f"{name('0.17', 'nccl')} is excluded: needs 0.18" in project.run("run", name("0.17", "nccl")).stderr
     done = project.run("list", "--only", "pfet==0.16")
     assert (done.returncode, done.stdout) == (2, "")
     assert "there is no axis 'pfet': the axes are python, transformers, torch, flash_attention, device, " in done.stderr
@@ -189,7 +190,7 @@ def test_a_service_runs_them(project: Small) -> None:
     axes = load(project.folder / "matrix" / "axes.toml")
     with Store.open(str(project.folder / "new.sqlite")) as store:
         made = Queue(store, axes).submit(Submission.model_validate_json(f'{{"cells": ["{axes.cells[0]}"]}}'))
-        assert store.unfinished(made.run) == axes.cells[:1]
+        assert unfinished(store, made.run) == axes.cells[:1]
 
 
 def test_the_grid_of_the_service_has_a_block_for_each(project: Small) -> None:

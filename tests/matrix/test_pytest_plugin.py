@@ -44,7 +44,7 @@ def test_a_suite_whose_environment_is_known_to_be_bad_does_not_begin(
     service: Service, project: pytest.Pytester
 ) -> None:
     service.answer = WRONG
-    found = project.runpytest_inprocess(*PLUGIN, "--kernel-compat-service", service.url)
+    found = project.runpytest_inprocess(*PLUGIN, "-o", f"kernel_compat_service={service.url}")
     assert found.ret == pytest.ExitCode.USAGE_ERROR
     found.stderr.fnmatch_lines(
         [
@@ -61,29 +61,23 @@ def test_any_other_suite_runs_and_its_header_says_what_is_known(
     service: Service, project: pytest.Pytester, answer: object, says: str
 ) -> None:
     service.answer = answer
-    found = project.runpytest_inprocess(*PLUGIN, "--kernel-compat-service", service.url)
+    found = project.runpytest_inprocess(*PLUGIN, "-o", f"kernel_compat_service={service.url}")
     found.assert_outcomes(passed=1)
     found.stdout.fnmatch_lines([f"kernel-compat: transformers 5.9.0, torch 2.11.0, *, device cpu: {says}"])
 
 
-def test_a_service_that_does_not_answer_is_a_warning_unless_it_is_required(
-    service: Service, project: pytest.Pytester
-) -> None:
+def test_a_service_that_does_not_answer_is_a_warning(service: Service, project: pytest.Pytester) -> None:
     service.stop()
-    found = project.runpytest_inprocess(*PLUGIN, "--kernel-compat-service", service.url)
+    found = project.runpytest_inprocess(*PLUGIN, "-o", f"kernel_compat_service={service.url}")
     found.assert_outcomes(passed=1, warnings=1)
     found.stdout.fnmatch_lines(["*ServiceWarning: nothing is known about this environment: *can't be reached*"])
-    required = (*PLUGIN, "--kernel-compat-service", service.url, "--kernel-compat-service-required")
-    (project.path / "collected").unlink()
-    found = project.runpytest_inprocess(*required)
-    assert found.ret == pytest.ExitCode.USAGE_ERROR
-    found.stderr.fnmatch_lines(["ERROR: kernel-compat: *can't be reached*"])
-    assert not collected(project)
 
 
 def test_with_several_processes_it_asks_once(service: Service, project: pytest.Pytester) -> None:
     pytest.importorskip("xdist")
-    found = project.runpytest_subprocess(*PLUGIN, "-p", "xdist", "-n", "2", "--kernel-compat-service", service.url)
+    found = project.runpytest_subprocess(
+        *PLUGIN, "-p", "xdist", "-n", "2", "-o", f"kernel_compat_service={service.url}"
+    )
     found.assert_outcomes(passed=1)
     assert len(service.asked) == 1
 
@@ -99,7 +93,7 @@ def test_inactive_it_imports_nothing_and_active_neither_torch_nor_transformers(
             open("modules", "w").write(json.dumps(sorted(sys.modules)))
         """
     )
-    options = ("--kernel-compat-service", service.url) if active else ()
+    options = ("-o", f"kernel_compat_service={service.url}") if active else ()
     project.runpytest_subprocess(*PLUGIN, *options).assert_outcomes(passed=1)
     modules = set(json.loads((project.path / "modules").read_text()))
     ours = {name for name in modules if name.startswith(("kernel_compat", "compat_matrix"))}
@@ -120,7 +114,7 @@ def test_a_project_loads_it_by_a_line_of_its_own(service: Service, project: pyte
         project.makeconftest('pytest_plugins = ["compat_matrix.pytest_plugin"]')
     assert project.runpytest_inprocess().ret == pytest.ExitCode.USAGE_ERROR
     assert not collected(project)
-    assert project.runpytest_inprocess("--kernel-compat-service=").ret == pytest.ExitCode.OK
+    assert project.runpytest_inprocess("-o", "kernel_compat_service=").ret == pytest.ExitCode.OK
     assert len(service.asked) == 1
 
 

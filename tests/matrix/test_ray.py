@@ -259,7 +259,12 @@ def test_a_service_on_ray_is_killed_and_goes_on_and_a_run_is_cancelled(
 
 
 def cells(project: Small) -> list[psutil.Process]:
-    return [process for process in project.processes() if "cell.py" in process.cmdline()]
+    found = []
+    for process in project.processes():
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile, or is a zombie
+            if "cell.py" in process.cmdline():
+                found.append(process)
+    return found
 
 
 def free_port() -> int:

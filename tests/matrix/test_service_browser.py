@@ -27,7 +27,7 @@ import service_demo
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, Request, expect, sync_playwright
 from served import served
-from stored import cells, failed, stored
+from stored import cells, failed, stored, unfinished
 
 from compat_matrix.axes import load
 from compat_matrix.pages import report
@@ -232,7 +232,7 @@ def test_a_running_cell_ends_before_the_eyes_of_the_reader(open_page: Open, tmp_
         run = made.runs["running"]
         app = create_app(store, load(tmp_path / "axes.toml"), Settings())
         with served(app) as address:
-            cell, second = store.unfinished(run)[-2:]
+            cell, second = unfinished(store, run)[-2:]
             service_demo.run_now(store, run, [cell])
             query = f"/?python={cell.python}"
             page = open_page(address + query)
@@ -277,7 +277,7 @@ def test_a_run_is_submitted_and_cancelled_with_a_password(browser: Browser, tmp_
             page.get_by_role("button", name="Run").click()
             page.wait_for_url("**/runs/2*")
             run = page.url.rpartition("/")[2]
-            assert (store.run(run).label, len(store.unfinished(run))) == ("mine", 18)
+            assert (store.run(run).label, len(unfinished(store, run))) == ("mine", 18)
             page.get_by_role("button", name="Cancel").click()
             expect(page.get_by_role("button", name="again")).to_be_visible()
             assert store.run(run).state == "interrupted"

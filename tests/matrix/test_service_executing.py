@@ -21,7 +21,7 @@ from sqlalchemy import create_engine, select, text, update
 
 from compat_matrix.cells import parse
 from compat_matrix.results import CellResult
-from compat_matrix.service.executing import Executor
+from compat_matrix.service import executing
 from compat_matrix.service.submission import Queue, Submission
 from compat_matrix.store import Store, database, submissions
 from compat_matrix.store.models import RUN, SUBMISSION
@@ -272,22 +272,11 @@ def test_runs_of_other_machines_are_uploaded(network: Network, tmp_path: Path) -
     assert ended(service) == 0, service.said()
 
 
-def test_old_runs_are_deleted(network: Network) -> None:
-    with Store.open(network.stored) as store:
-        run, new = store.new_run([]), store.new_run([])
-        store.finish(run, "finished")
-        with store.writing() as connection:
-            connection.execute(text("UPDATE run SET finished = '2020-01-01 00:00:00' WHERE name = :run"), {"run": run})
-    service = network.serve("--keep", "90d")
-    until(lambda: [one.id for one in network.runs()] == [new], "an end of the old run")
-    assert ended(service) == 0
-
-
 # Claims.
 
 
-def taken(executor: Executor) -> str | None:
-    row = executor.take()
+def taken(store: Store, claim: str) -> str | None:
+    row = executing.take(store, claim)
     return None if row is None else str(row.name)
 
 
@@ -301,30 +290,28 @@ def silent(store: Store, run: str, seconds: int) -> None:
 
 def test_two_services_never_execute_the_same_run(url: str, small: Small) -> None:
     with Store.open(url) as store:
-        queue, one, other = Queue(store, small.axes(MINORS)), Executor(store, "one"), Executor(store, "other")
+        queue = Queue(store, small.axes(MINORS))
         run = queue.submit(Submission(all=True)).run
-        assert taken(one) == run
-        assert taken(other) is None
-        assert taken(one) == run, "its own claim, after its process has died"
+        assert taken(store, "one") == run
+        assert taken(store, "other") is None
+        assert taken(store, "one") == run, "its own claim, after its process has died"
         second = queue.submit(Submission(only="transformers==5.0")).run
-        assert taken(other) == second
+        assert taken(store, "other") == second
         silent(store, run, 29)
-        assert taken(other) == second
-        assert taken(one) == run  # a sign of life
+        assert taken(store, "other") == second
+        assert taken(store, "one") == run  # a sign of life
         silent(store, run, 29)
-        third = Executor(store, "third")
-        assert taken(third) is None
+        assert taken(store, "third") is None
         silent(store, run, 31)
-        assert taken(third) == run, "a service that is silent for 30 seconds is gone"
+        assert taken(store, "third") == run, "a service that is silent for 30 seconds is gone"
         assert [waiting.run for waiting in submissions.waiting(store)] == [run, second]
 
 
 def test_a_run_that_ends_its_service_each_time_is_given_up(
     store: Store, small: Small, caplog: pytest.LogCaptureFixture
 ) -> None:
-    executor = Executor(store, "one")
     run = Queue(store, small.axes(MINORS)).submit(Submission(all=True)).run
-    assert [taken(executor) for _ in range(11)] == [run] * 10 + [None]
+    assert [taken(store, "one") for _ in range(11)] == [run] * 10 + [None]
     assert store.run(run).state == "interrupted"
     assert "its execution began 10 times without a result" in caplog.text
 
@@ -382,7 +369,6 @@ def test_a_service_says_what_is_wrong_and_what_is_next(small: Small) -> None:
     until(below.said, "a word of the service")
     assert 'href="/below/runs"' in requests.get(below.said().split()[0], timeout=30).text
     assert ended(below) == 0
-    assert "a number of days such as 90d, not '90'" in small.run("serve", "--keep", "90").stderr
 
 
 def test_the_server_is_an_extra(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ class Target:
     def __init__(self, store: Store, axes: Axes, settings: Settings) -> None:
         self.store = store
         self.app = create_app(store, axes, settings)
-        self.queue: Queue = self.app.state.queue
+        self.queue: Queue = self.app.state.site.queue
         self.tokens = {
             "submit": tokens.add(store, "submit", ["submit"]),
             "read": tokens.add(store, "read", ["read"]),
@@ -241,7 +241,7 @@ def test_no_write_is_taken_without_its_token(target: Target, url: str) -> None:
     writes = [one for one in found if one[0] not in ("GET", "HEAD", "OPTIONS")]
     assert {path for _, path in found} >= {"/", "/api/v1/compat", "/api/v1/runs/{run}/retry"}
     pages = [one for one in writes if not one[1].startswith("/api/")]
-    assert {path for _, path in pages} == {"/runs", "/runs/{name}/cancel", "/runs/{name}/retry"}
+    assert {path for _, path in pages} == {"/runs", "/runs/{run}/cancel", "/runs/{run}/retry"}
     assert len(writes) == len(WRITING) + len(pages)
     secret = target.tokens["both"]
     password = base64.b64encode(f"me:{secret}".encode()).decode()

@@ -293,9 +293,7 @@ def test_a_suite_runs_in_the_last_cell_of_each_release_that_it_watches_for(
     watched.publish("transformers", "5.3.0", right=False)
     suite_cells = [name("5.2.0"), name("5.3.0")]
     cells = [name(release, torch) for release in ("5.2.0", "5.3.0") for torch in ("2.10", "2.11")]
-    dry = watched.watch("--dry-run", "--pairwise").stdout.splitlines()
-    assert dry[-2:] == [f"{cell} --suite types" for cell in suite_cells]
-    done = watched.watch("--webhook", listener.url)
+    done = watched.watch("--webhook", listener.url, "--pairwise")
     assert done.returncode == 1, done.stdout + done.stderr
     with watched.small.store as store:
         types, tests = store.runs()
@@ -365,19 +363,6 @@ def test_a_release_that_nothing_asks_for_is_only_told(watched: Watched) -> None:
     assert done.returncode == 0
     assert "flash-attn-4 4.0.0b6: no cell of axes.toml requires it" in done.stdout
     assert (watched.report["cells"], watched.report["run"]) == (0, None)
-
-
-def test_a_dry_run_lists_and_keeps_nothing(watched: Watched) -> None:
-    watched.watch("--dry-run")
-    with watched.small.store as store:
-        assert seen(store, "transformers") == set()
-    watched.watch()
-    watched.publish("torch", "2.12.0")
-    for _ in range(2):
-        done = watched.watch("--dry-run")
-        assert done.stdout.splitlines()[-2:] == [name("5.0", "2.12.0"), name("5.1", "2.12.0")]
-    with watched.small.store as store:
-        assert (store.runs(), kept(store, "atlas")) == ([], [])
 
 
 def test_what_was_interrupted_is_new_the_next_time(watched: Watched) -> None:

@@ -20,7 +20,7 @@ from forked import Forked
 from network import until
 from sqlalchemy import create_engine, event, func, make_url, select, text
 from sqlalchemy.engine import Engine
-from stored import cells, failed, not_run, passed, released, stored
+from stored import cells, failed, not_run, passed, released, stored, unfinished
 
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
@@ -64,7 +64,7 @@ def test_a_summary_has_every_planned_cell_in_one_query(store: Store) -> None:
     assert (broken.kind, broken.reason, broken.seconds, broken.attempt) == ("seam", "f is gone", 12.5, 1)
     assert {outcome: count for outcome, count in broken.counts.items() if count} == {"failed": 1, "skipped": 1}
     assert summary[CELLS[3]].reason == "no such wheel"
-    assert store.unfinished(run) == [CELLS[2]]
+    assert unfinished(store, run) == [CELLS[2]]
 
 
 def test_the_same_attempt_counts_once(store: Store) -> None:
@@ -139,7 +139,7 @@ def test_runs_are_found_by_what_people_type(store: Store) -> None:
 
 def test_unknown_runs_and_cells(store: Store) -> None:
     run = store.new_run(CELLS)
-    for ask in (store.summary, store.run, store.unfinished):
+    for ask in (store.summary, store.run, store.parts):
         with pytest.raises(MatrixError, match="has no run 'gone'"):
             ask("gone")
     with pytest.raises(MatrixError, match="has no run 'gone'"):
@@ -602,7 +602,7 @@ def test_runs_that_waited_for_workers_are_migrated_and_can_be_resumed(url: str) 
         with store.reading() as connection:
             assert not {"task", "lease"} & {*connection.dialect.get_table_names(connection)}
         assert store.run("waits").finished is not None
-        assert store.unfinished("waits") == [CELLS[0]]
+        assert unfinished(store, "waits") == [CELLS[0]]
         assert [token.scopes for token in tokens.every(store)] == ["submit", "submit", "read"]
 
 
@@ -701,7 +701,7 @@ def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
     with Store.open(str(path)) as store:
         run = store.new_run(CELLS)
     with Store.open(f"sqlite:///file:{path}?mode=ro&uri=true") as store:
-        assert store.unfinished(run) == CELLS
+        assert unfinished(store, run) == CELLS
         with pytest.raises(MatrixError, match="attempt to write a readonly database"):
             store.add(run, passed(CELLS[0]))
     (tmp_path / "empty.db").touch()

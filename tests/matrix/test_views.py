@@ -240,7 +240,7 @@ def test_explain(store: Store, call: Command, capsys: pytest.CaptureFixture[str]
     ]
     assert "torch==2.10.0" not in shown
 
-    assert call(explain, OLD[2].name, "--full", "--pins", "--run", old) == 0
+    assert call(explain, OLD[2].name, "--full", "--run", old) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"{OLD[2]}: passed\n")
     assert "\npins\n    torch==2.10.0\n" in shown

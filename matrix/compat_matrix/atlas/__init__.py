@@ -1,4 +1,1 @@
-"""The seam atlas: the library's seams in the releases of transformers, torch and FlashAttention.
-
-It is read from a few modules of each published wheel; nothing is installed or imported.
-"""
+"""The library's seams, and the names that a project uses, in the published releases. Nothing is installed or imported."""

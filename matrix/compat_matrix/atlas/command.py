@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from rich.console import Console
@@ -24,18 +23,12 @@ from .project.names import names_of, targets_of
 from .project.report import show_project
 from .project.uses import scan
 from .published import Cache
-from .releases import Release, covered, newest, select
+from .releases import Release, covered, select
 from .scan import Disagreement, Event, Findings, check, claims, heading, history, history_table, read
 from .upstream import PACKAGES, REPLACEMENTS, SEAMS, distribution_of
 
-_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-
-
-class _Seam(NamedTuple):
-    distribution: str
-    target: str
-    shims: list[str]
-    history: list[Event]
+#: The histories of seams, by distribution and target.
+_Histories = Mapping[str, Mapping[str, Sequence[Event]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "every release between; latest. Without any: the minors that the installed shims claim."
     )
     for distribution in SEAMS:
-        parser.add_argument(f"--{distribution}", metavar="RELEASES", help=f"the releases of {distribution} to read")
+        words = f"the releases of {distribution} to read"
+        parser.add_argument(f"--{distribution}", dest=distribution, metavar="RELEASES", help=words)
     parser.add_argument(
         "--seam",
         action="append",
@@ -103,12 +97,25 @@ def run(arguments: argparse.Namespace) -> int:
 
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # it logs a warning at each retry
     cache, index = Cache(arguments.cache, note), Index()
-    shims = _shims(arguments.check, note)
-    given = {distribution: options[distribution.replace("-", "_")] for distribution in SEAMS}
-    selected = {distribution: text for distribution, text in given.items() if text is not None}
+    shims, broken = discover()
+    for name, why in broken.items():
+        text = f"the shims of the entry point {name} can't be loaded: {why}"
+        if arguments.check:
+            raise MatrixError(text)
+        note(text)
+    for shim in shims:
+        try:
+            for specifier in (shim.versions, *(seam.versions for seam in shim.seams)):
+                SpecifierSet(specifier)
+        except InvalidSpecifier as error:
+            raise MatrixError(f"the shim {shim.name}: {error}") from error
+    selected = {distribution: options[distribution] for distribution in SEAMS if options[distribution] is not None}
 
-    def releases_of(used: Iterable[str]) -> dict[str, list[Release]]:
-        return {one: _releases(one, selected.get(one), shims, index) for one in (selected or used)}
+    def releases_of(distribution: str) -> list[Release]:
+        available = index.files(distribution)
+        if distribution in selected:
+            return select(distribution, selected[distribution], available)
+        return covered(distribution, (one.versions for one in shims if one.distribution == distribution), available)
 
     def findings_of(targets: Mapping[str, Sequence[str]]) -> Findings:
         wanted = {one: targets.get(distribution, ()) for distribution in releases for one in releases[distribution]}
@@ -118,90 +125,60 @@ def run(arguments: argparse.Namespace) -> int:
         calls = [pattern for one in REPLACEMENTS if one.called for pattern in one.patterns]
         found = scan(arguments.project, PACKAGES, calls, arguments.exclude)
         targets = targets_of(found)
-        releases = releases_of(one for one in SEAMS if one in targets)
+        releases = {one: releases_of(one) for one in selected or SEAMS if one in selected or one in targets}
         names = names_of(found, releases, findings_of(targets), shims)
         return show_project(arguments, found, names, releases, notes)
     if not shims and not selected:
         raise MatrixError("no installed shim claims releases: name the releases to read")
-    releases = releases_of(dict.fromkeys(shim.distribution for shim in shims))
+    releases = {one: releases_of(one) for one in selected or dict.fromkeys(shim.distribution for shim in shims)}
     seams = _seams(arguments.seam, shims, releases)
     findings = findings_of(seams)
     disagreements = check(shims, findings) if arguments.check else []
-    histories = [
-        _Seam(
-            distribution,
-            target,
-            [shim.name for shim in shims if target in {seam.target for seam in shim.seams}],
-            history({one: findings[one][target] for one in releases[distribution]}),
-        )
-        for distribution, targets in seams.items()
-        for target in targets
-    ]
+    histories = {
+        distribution: {
+            target: history({one: findings[one][target] for one in several}) for target in seams[distribution]
+        }
+        for distribution, several in releases.items()
+    }
     if arguments.json:
-        checked = {"check": {"disagreements": [_plain(one) for one in disagreements]}} if arguments.check else {}
-        print(json.dumps({**_as_json(releases, histories), "notes": notes, **checked}, indent=2))
+        checked = {"check": {"disagreements": [one.as_json() for one in disagreements]}} if arguments.check else {}
+        print(json.dumps({**_as_json(releases, histories, shims), "notes": notes, **checked}, indent=2))
     elif arguments.check:
         _show_check(disagreements, shims, findings)
     else:
-        _show(releases, histories)
+        _show(releases, histories, shims)
     return int(any(one.certain for one in disagreements))
-
-
-def _shims(must_load: bool, note: Callable[[str], None]) -> list[Shim]:
-    """The installed shims."""
-    shims, broken = discover()
-    for name, why in broken.items():
-        text = f"the shims of the entry point {name} can't be loaded: {why}"
-        if must_load:
-            raise MatrixError(text)
-        note(text)
-    for shim in shims:
-        try:
-            for specifier in (shim.versions, *(seam.versions for seam in shim.seams)):
-                SpecifierSet(specifier)
-        except InvalidSpecifier as error:
-            raise MatrixError(f"the shim {shim.name}: {error}") from error
-    return [*shims]
-
-
-def _releases(distribution: str, text: str | None, shims: Sequence[Shim], index: Index) -> list[Release]:
-    """The releases that a text names. Without a text, those that the shims claim; if they claim none, the newest release."""
-    available = index.files(distribution)
-    if text is not None:
-        return select(distribution, text, available)
-    claimed = [shim.versions for shim in shims if shim.distribution == distribution]
-    return covered(distribution, claimed, available) or [newest(distribution, available)]
 
 
 def _seams(given: Sequence[str], shims: Sequence[Shim], releases: Iterable[str]) -> dict[str, list[str]]:
     """The seams to look for, by distribution."""
-    seams = {
-        distribution: [
-            *SEAMS.get(distribution, ()),
-            *(seam.target for shim in shims if shim.distribution == distribution for seam in shim.seams),
-        ]
-        for distribution in releases
-    }
+    seams = {distribution: dict.fromkeys(SEAMS.get(distribution, ())) for distribution in releases}
+    for shim in shims:
+        seams.get(shim.distribution, {}).update(dict.fromkeys(seam.target for seam in shim.seams))
     for target in given:
-        if not _TARGET.fullmatch(target):
+        if target.count(":") != 1 or not all(map(str.isidentifier, re.split("[.:]", target))):
             raise MatrixError(
                 f"{target!r} isn't a seam; write package.module:attribute or package.module:Class.attribute"
             )
         owner = distribution_of(target)
         if owner not in seams:
             raise MatrixError(f"{target} belongs to {owner}: name the releases of {owner} to read")
-        seams[owner].append(target)
-    return {distribution: list(dict.fromkeys(targets)) for distribution, targets in seams.items()}
+        seams[owner][target] = None
+    return {distribution: list(targets) for distribution, targets in seams.items()}
 
 
-def _show(releases: Mapping[str, Sequence[Release]], seams: Sequence[_Seam]) -> None:
+def _shims_of(target: str, shims: Sequence[Shim]) -> list[str]:
+    return [shim.name for shim in shims if target in {seam.target for seam in shim.seams}]
+
+
+def _show(releases: Mapping[str, Sequence[Release]], histories: _Histories, shims: Sequence[Shim]) -> None:
     console = Console(highlight=False)
     for distribution, several in releases.items():
         console.print(Text(heading(distribution, several), "bold"))
-        for seam in (one for one in seams if one.distribution == distribution):
-            shims = ", ".join(seam.shims)
-            console.print(Text.assemble("\n", (seam.target, "cyan"), (f"  {shims}", "dim")), soft_wrap=True)
-            console.print(history_table(seam.history) if seam.history else "  nowhere")
+        for target, events in histories[distribution].items():
+            replacing = ", ".join(_shims_of(target, shims))
+            console.print(Text.assemble("\n", (target, "cyan"), (f"  {replacing}", "dim")), soft_wrap=True)
+            console.print(history_table(events) if events else "  nowhere")
         console.print()
 
 
@@ -212,32 +189,23 @@ def _show_check(disagreements: Sequence[Disagreement], shims: Sequence[Shim], re
     releases = [*read]
     claimed = sum(len(shim.seams_for(str(one.version))) for shim in shims for one in releases if claims(shim, one))
     certain = sum(one.certain for one in disagreements)
-    uncertain = len(disagreements) - certain
     console.print(
-        f"{plural(claimed, 'claim')} on {plural(len(releases), 'release')}: {certain} wrong, {uncertain} uncertain"
+        f"{plural(claimed, 'claim')} on {plural(len(releases), 'release')}: "
+        f"{certain} wrong, {len(disagreements) - certain} uncertain"
     )
 
 
-def _as_json(releases: Mapping[str, Sequence[Release]], seams: Sequence[_Seam]) -> dict[str, Any]:
+def _as_json(releases: Mapping[str, Sequence[Release]], histories: _Histories, shims: Sequence[Shim]) -> dict[str, Any]:
     return {
-        "releases": {
-            distribution: [
-                {
-                    "version": str(one.version),
-                    "file": one.file.filename,
-                    "sha256": one.file.sha256,
-                    "requires_python": one.file.requires_python,
-                }
-                for one in several
-            ]
-            for distribution, several in releases.items()
-        },
+        "releases": {distribution: [one.as_json() for one in several] for distribution, several in releases.items()},
         "seams": [
-            {**seam._asdict(), "history": [{**_plain(event), "text": str(event.found)} for event in seam.history]}
-            for seam in seams
+            {
+                "distribution": distribution,
+                "target": target,
+                "shims": _shims_of(target, shims),
+                "history": [event.as_json() for event in events],
+            }
+            for distribution, seams in histories.items()
+            for target, events in seams.items()
         ],
     }
-
-
-def _plain(entry: Event | Disagreement) -> dict[str, Any]:
-    return {**dataclasses.asdict(entry), "release": str(entry.release.version)}

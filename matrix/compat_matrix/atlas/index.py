@@ -111,8 +111,8 @@ class Index:
         """The address of a file, with the credentials of an index on the same host."""
         parts = urlsplit(file.url)
         for index in map(urlsplit, self._urls):
-            same = (index.scheme, index.hostname, index.port) == (parts.scheme, parts.hostname, parts.port)
-            if same and index.username:
+            host = index.netloc.rpartition("@")[2]
+            if index.username and (index.scheme, host) == (parts.scheme, parts.netloc):
                 return urlunsplit(parts._replace(netloc=index.netloc))
         return file.url
 

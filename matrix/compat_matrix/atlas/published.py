@@ -5,21 +5,19 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-import struct
 import tarfile
 import threading
 import zipfile
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO
+from typing import IO, cast
 
 import requests
 from platformdirs import user_cache_path
-from remotezip import RangeNotSupported, RemoteIOError, RemoteZip, RemoteZipError  # type: ignore[import-untyped]
+from remotezip import RangeNotSupported, RemoteIOError, RemoteZip  # type: ignore[import-untyped]
 from urllib3.exceptions import HTTPError
 
 from ..errors import MatrixError
@@ -38,13 +36,14 @@ _NO_RANGES = (400, 405, 416, 501)
 #: One whole file at a time is downloaded: they are large, and the disk may be small.
 _whole = threading.Lock()
 
+_Opener = Callable[[], IO[bytes]]
 _DATA = re.compile(r"[^/]+\.data/(?:pure|plat)lib/")
 
 
 class Cache:
-    """A folder of published files and of the seams found in them.
+    """A folder of published files and of the seams found in them, by the hash of each file.
 
-    Each is written atomically, so that several processes may share the folder. It may be deleted at any time.
+    Each entry is written atomically, so that several processes may share the folder. It may be deleted at any time.
 
     Args:
         folder: created if it doesn't exist; by default one in the user's cache folder.
@@ -55,21 +54,23 @@ class Cache:
         self._folder = folder or user_cache_path("kernel-compat-matrix", appauthor=False) / "atlas"
         self._note = note
 
-    def load(self, path: str) -> bytes | None:
-        """The content of a cached file; None if it isn't cached. The caller checks that it is undamaged."""
+    def load(self, file: File, name: str) -> bytes:
+        """An entry of a file; empty if there is none. The caller checks that it is undamaged."""
         try:
-            return (self._folder / path).read_bytes()
+            return (self._folder / "files" / file.sha256 / name).read_bytes() if file.sha256 else b""
         except OSError:
-            return None
+            return b""
 
-    def store(self, path: str, content: bytes) -> None:
-        """Write a file. A folder that can't be written, such as on a full disk, only makes the next run slower."""
-        target = self._folder / path
+    def store(self, file: File, name: str, content: bytes) -> None:
+        """Write an entry. A folder that can't be written, such as on a full disk, only makes the next run slower."""
+        if not file.sha256:
+            return
+        target = self._folder / "files" / file.sha256 / name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=target.parent) as scratch:
-                Path(scratch, target.name).write_bytes(content)
-                Path(scratch, target.name).replace(target)
+                Path(scratch, name).write_bytes(content)
+                Path(scratch, name).replace(target)
         except OSError as error:
             self._note(f"nothing is kept in {self._folder}, and the next run fetches it again: {error}")
             self._note = lambda text: None
@@ -91,64 +92,56 @@ class Published(ExitStack):
         self._index = index
         self._cache = cache
         self._note = note
-        self._key = f"files/{file.sha256}/{file.filename}"
-        self._members: Mapping[str, Callable[[], bytes]] | None = None
         self._left = 0
 
     @property
     def members(self) -> Collection[str]:
         """The installed paths of its modules."""
         with self._errors():
-            return self._opened()
+            return self._modules
 
     def read(self, path: str) -> bytes:
         """The content of one of its `members`."""
         with self._errors():
-            read = self._opened()[path]
-            if self._left:
-                self._left -= 1
-                if not self._left:
-                    self._members = self._in(self._download())
-                    read = self._members[path]
-            return read()
+            opened = self._modules[path]
+            self._left -= 1
+            if self._left == 0:
+                self._modules = self._in(self._download())
+                opened = self._modules[path]
+            with opened() as module:
+                content = module.read(_LARGEST + 1)
+            if len(content) > _LARGEST:  # no real release has such a module
+                raise ValueError(f"{path} has more than {_LARGEST} bytes")
+            return content
 
-    def _opened(self) -> Mapping[str, Callable[[], bytes]]:
-        if self._members is None:
-            local = self._file.local_path
-            if local is not None:
-                self._members = self._in(self.enter_context(local.open("rb")))
-            elif (kept := self._kept()) is not None:
-                self._members = self._in(kept)
-            elif not self._file.is_wheel:
-                self._members = self._in(self._download("has no wheel"))
-            else:
-                self._members = self._remote()
-        return self._members
-
-    def _remote(self) -> Mapping[str, Callable[[], bytes]]:
+    @cached_property
+    def _modules(self) -> Mapping[str, _Opener]:
+        """How to open each module, by its installed path."""
+        if (local := self._file.local_path) is not None:
+            return self._in(self.enter_context(local.open("rb")))
+        kept = self._cache.load(self._file, self._file.filename)
+        if hashlib.sha256(kept).hexdigest() == self._file.sha256:
+            return self._in(io.BytesIO(kept))
+        if not self._file.is_wheel:
+            return self._in(self._download("has no wheel"))
         try:
             address = self._index.fetchable(self._file)
-            remote = RemoteZip(address, _TAIL, session=self._index.session, timeout=TIMEOUT)
+            archive = self.enter_context(RemoteZip(address, _TAIL, session=self._index.session, timeout=TIMEOUT))
         except (RangeNotSupported, RemoteIOError) as error:
             response = getattr(error.__context__, "response", None)
             if isinstance(error, RemoteIOError) and getattr(response, "status_code", None) not in _NO_RANGES:
                 raise
             return self._in(self._download("is on a server without ranges"))
-        archive = self.enter_context(remote)
         if sum(entry.compress_size for entry in archive.infolist()) < _SMALL:
             self._left = _ONE_BY_ONE
         return _unzipped(archive)
 
-    def _in(self, content: IO[bytes]) -> Mapping[str, Callable[[], bytes]]:
+    def _in(self, content: IO[bytes]) -> Mapping[str, _Opener]:
         if self._file.is_wheel:
             return _unzipped(self.enter_context(zipfile.ZipFile(content)))
-        return _untarred(self.enter_context(tarfile.open(fileobj=content)))
-
-    def _kept(self) -> IO[bytes] | None:
-        content = self._cache.load(self._key) if self._file.sha256 else None
-        if content is None or hashlib.sha256(content).hexdigest() != self._file.sha256:
-            return None
-        return io.BytesIO(content)
+        archive = self.enter_context(tarfile.open(fileobj=content))  # noqa: SIM115
+        there = (entry for entry in archive if entry.isfile() and entry.name.endswith(".py"))
+        return {entry.name.partition("/")[2]: cast(_Opener, partial(archive.extractfile, entry)) for entry in there}
 
     def _download(self, why: str = "") -> IO[bytes]:
         self.enter_context(_whole)
@@ -159,9 +152,9 @@ class Published(ExitStack):
                 self._note(f"{self._file.filename} {why}: fetching all of it, {size}")
 
         self._index.download(self._file, content, note)
-        if self._file.sha256 and content.tell() < _SMALL:
+        if content.tell() < _SMALL:
             content.seek(0)
-            self._cache.store(self._key, content.read())
+            self._cache.store(self._file, self._file.filename, content.read())
         content.seek(0)
         return content
 
@@ -176,37 +169,12 @@ class Published(ExitStack):
             raise MatrixError(f"{name} can't be fetched: {why}") from error
         except OSError as error:
             raise MatrixError(f"{name} can't be read: {error}") from error
-        except (
-            *(zipfile.BadZipFile, tarfile.TarError, RemoteZipError, zlib.error, struct.error),
-            *(EOFError, KeyError, ValueError, NotImplementedError, RuntimeError),
-        ) as error:
+        except MatrixError:
+            raise
+        except Exception as error:  # zipfile, tarfile and zlib raise any error for damaged files
             raise MatrixError(f"{name} is damaged: {error}") from error
 
 
-def _unzipped(archive: zipfile.ZipFile) -> dict[str, Callable[[], bytes]]:
-    """How to read each module of a wheel, by its installed path."""
-
-    def read(entry: zipfile.ZipInfo) -> bytes:
-        _check_size(entry.filename, entry.file_size)
-        return archive.read(entry)
-
+def _unzipped(archive: zipfile.ZipFile) -> Mapping[str, _Opener]:
     entries = {_DATA.sub("", entry.filename, count=1): entry for entry in archive.infolist()}
-    return {path: partial(read, entry) for path, entry in entries.items() if path.endswith(_SUFFIXES)}
-
-
-def _untarred(archive: tarfile.TarFile) -> dict[str, Callable[[], bytes]]:
-    """The same for a source distribution that has its packages at its root."""
-
-    def read(entry: tarfile.TarInfo) -> bytes:
-        _check_size(entry.name.partition("/")[2], entry.size)
-        file = archive.extractfile(entry)
-        return file.read() if file is not None else b""
-
-    entries = {entry.name.partition("/")[2]: entry for entry in archive if entry.isfile()}
-    return {path: partial(read, entry) for path, entry in entries.items() if path.endswith(".py")}
-
-
-def _check_size(what: str, size: int) -> None:
-    """Check before it is unpacked that it isn't far larger than that of any real release."""
-    if size > _LARGEST:
-        raise ValueError(f"{what} has {size} bytes")
+    return {path: partial(archive.open, entry) for path, entry in entries.items() if path.endswith(_SUFFIXES)}

@@ -27,6 +27,12 @@ class Release:
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"
 
+    def as_json(self) -> dict[str, str | None]:
+        """Its version, and its file with what the index says of it."""
+        file = self.file
+        of_file = {"file": file.filename, "sha256": file.sha256, "requires_python": file.requires_python}
+        return {"version": str(self.version), **of_file}
+
 
 def select(distribution: str, text: str, available: Mapping[Version, Sequence[File]]) -> list[Release]:
     """The releases that a text selects, oldest first.
@@ -41,23 +47,17 @@ def select(distribution: str, text: str, available: Mapping[Version, Sequence[Fi
     Raises:
         MatrixError: the text is invalid, or a release doesn't exist.
     """
-    versions: set[Version] = set()
-    for part in text.split(","):
-        versions.update(_versions(distribution, part.strip(), available))
+    versions = {version for part in text.split(",") for version in _versions(distribution, part.strip(), available)}
     return [release(distribution, version, available) for version in sorted(versions)]
 
 
 def covered(distribution: str, specifiers: Iterable[str], available: Mapping[Version, Sequence[File]]) -> list[Release]:
-    """The newest patch of every minor release that a shim claims."""
+    """The newest patch of every minor release that a shim claims. Without any, the newest release, which may be a pre-release."""
     claims = [SpecifierSet(specifier) for specifier in specifiers]
     usual = [version for version in installable(available) if any(version in claim for claim in claims)]
-    return [release(distribution, version, available) for version in _newest_of_minors(usual)]
-
-
-def newest(distribution: str, available: Mapping[Version, Sequence[File]]) -> Release:
-    """The newest release; of a distribution that has only pre-releases, the newest of these."""
-    usual = installable(available) or installable(available, pre_releases=True) or list(available)
-    return release(distribution, usual[-1], available)
+    if not usual:
+        usual = (installable(available) or installable(available, pre_releases=True) or [*available])[-1:]
+    return [release(distribution, version, available) for version in _newest_of_minors(usual).values()]
 
 
 def release(distribution: str, version: Version, available: Mapping[Version, Sequence[File]]) -> Release:
@@ -74,37 +74,33 @@ def _versions(distribution: str, part: str, available: Mapping[Version, Sequence
             )
         return usual[-1:]
     bounds = [bound.strip() for bound in part.split("-")]
-    minors = [bool(_MINOR.fullmatch(bound)) for bound in bounds]
-    if len(bounds) > 2 or len(set(minors)) > 1:
+    minors = {bool(_MINOR.fullmatch(bound)) for bound in bounds}
+    if len(bounds) > 2 or len(minors) > 1:
         raise MatrixError(
             f"{distribution}: {part!r} doesn't select releases; write 5.3.0, 5.3, 4.48-5.23, 5.9.0-5.10.2 or latest, "
             "separated by commas"
         )
-    ends = [_version(distribution, bound) for bound in bounds]
-    if minors[0]:
-        there: Collection[Version] = _newest_of_minors(usual)
-        newest = {version.release[:2]: version for version in there}
-        ends = [newest.get(end.release, end) for end in ends]
-    else:
-        there = available
-    for bound, end in zip(bounds, ends, strict=True):
+    newest = _newest_of_minors(usual)
+    there: Collection[Version] = newest.values() if minors == {True} else available
+    ends = []
+    for bound in bounds:
+        try:
+            end = Version(bound)
+        except InvalidVersion:
+            raise MatrixError(f"{distribution}: {bound!r} isn't a version") from None
+        if minors == {True}:
+            end = newest.get(end.release, end)
         if end not in there:
             below, above = [one for one in there if one < end], [one for one in there if one > end]
             near = [str(one) for one in (*sorted(below)[-1:], *sorted(above)[:1])]
             raise MatrixError(f"{distribution} has no release {bound}; the nearest are {' and '.join(near) or 'none'}")
-    if not minors[0]:
+        ends.append(end)
+    if minors == {False}:
         there = {*installable(available, pre_releases=any(end.is_prerelease for end in ends)), *ends}
     chosen = [version for version in there if ends[0] <= version <= ends[-1]]
     if not chosen:
         raise MatrixError(f"{distribution}: {part!r} begins after its end")
     return chosen
-
-
-def _version(distribution: str, text: str) -> Version:
-    try:
-        return Version(text)
-    except InvalidVersion:
-        raise MatrixError(f"{distribution}: {text!r} isn't a version") from None
 
 
 def installable(available: Mapping[Version, Sequence[File]], pre_releases: bool = False) -> list[Version]:
@@ -118,8 +114,8 @@ def installable(available: Mapping[Version, Sequence[File]], pre_releases: bool 
     )
 
 
-def _newest_of_minors(versions: Iterable[Version]) -> list[Version]:
-    return list({version.release[:2]: version for version in sorted(versions)}.values())
+def _newest_of_minors(versions: Iterable[Version]) -> dict[tuple[int, ...], Version]:
+    return {version.release[:2]: version for version in sorted(versions)}
 
 
 def _preference(file: File) -> tuple[object, ...]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from pydantic import TypeAdapter, ValidationError
@@ -38,13 +39,13 @@ class Event:
     """A change of a seam in a release.
 
     Attributes:
-        what: ``there`` if the first release that was read has it already.
+        what: ``there`` if the first release that was read has it already; ``appeared``, ``changed`` or ``vanished``.
         new: the names of new parameters.
         gone: the names of removed parameters.
     """
 
-    release: Release
-    what: Literal["there", "appeared", "changed", "vanished"]
+    release: str
+    what: str
     found: Found
     new: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
@@ -53,22 +54,12 @@ class Event:
     def when(self) -> str:
         """Its release in words."""
         if self.what == "vanished":
-            return f"gone from {self.release.version}"
-        return f"since {self.release.version}{' or before' if self.what == 'there' else ''}"
+            return f"gone from {self.release}"
+        return f"since {self.release}{' or before' if self.what == 'there' else ''}"
 
-    @property
-    def text(self) -> Text:
-        """What was found, with the changes marked; empty if that is nothing."""
-        if self.what == "vanished":
-            return Text("")
-        text = Text(str(self.found))
-        for name in self.new:
-            text.highlight_regex(rf"(?<=[(* ]){re.escape(name)}(?=[,)=])", "bold green")
-        if self.gone:
-            text.append(f"  without {', '.join(self.gone)}", "red")
-        if self.found.home:
-            text.append(f"  from {self.found.home}", "dim")
-        return text
+    def as_json(self) -> dict[str, Any]:
+        """Its fields, and what was found as text."""
+        return {**asdict(self), "text": str(self.found)}
 
 
 @dataclass(frozen=True)
@@ -86,16 +77,17 @@ class Disagreement:
     found: str
     certain: bool
 
+    def as_json(self) -> dict[str, Any]:
+        """Its fields."""
+        return {**asdict(self), "release": str(self.release.version)}
+
     def __str__(self) -> str:
         verb = "found" if self.certain else "uncertain from the source:"
         return f"{self.shim}: {self.target} in {self.release}: expected {self.expected}, {verb} {self.found}"
 
 
 def read(
-    wanted: Mapping[Release, Sequence[str]],
-    index: Index,
-    cache: Cache,
-    note: Callable[[str], None],
+    wanted: Mapping[Release, Sequence[str]], index: Index, cache: Cache, note: Callable[[str], None]
 ) -> dict[Release, dict[str, Found]]:
     """Read the given seams of each release.
 
@@ -104,9 +96,9 @@ def read(
     """
 
     def one(release: Release, targets: Sequence[str]) -> dict[str, Found]:
-        key = f"files/{release.file.sha256}/found-{FINGERPRINT}.json"
+        entry = f"found-{FINGERPRINT}.json"
         try:
-            known = _FINDINGS.validate_json((release.file.sha256 and cache.load(key)) or b"{}")
+            known = _FINDINGS.validate_json(cache.load(release.file, entry) or b"{}")
         except ValidationError:
             known = {}
         missing = [target for target in targets if target not in known]
@@ -114,8 +106,7 @@ def read(
             with Published(release.file, index, cache, note) as published:
                 sources = Sources(published)
                 known.update((target, sources.find(target)) for target in missing)
-            if release.file.sha256:
-                cache.store(key, _FINDINGS.dump_json(known))
+            cache.store(release.file, entry, _FINDINGS.dump_json(known))
         return {target: known[target] for target in targets}
 
     console = Console(stderr=True)
@@ -132,37 +123,40 @@ def history(found_in: Mapping[Release, Found]) -> list[Event]:
     for number, (release, found) in enumerate(found_in.items()):
         was, is_ = before.kind != "missing", found.kind != "missing"
         if (was or is_) and found != before:
-            what: Literal["there", "appeared", "changed", "vanished"]
             what = ("changed" if was else "appeared") if is_ else "vanished"
-            names, old = _names(found), _names(before)
-            known = found.signature is not None and before.signature is not None
-            new = tuple(name for name in names if name not in old) if known else ()
-            gone = tuple(name for name in old if name not in names) if known else ()
-            events.append(Event(release, what if number else "there", found, new, gone))
+            new, gone = _only_in(found, before), _only_in(before, found)
+            events.append(Event(str(release.version), what if number else "there", found, new, gone))
         before = found
     return events
+
+
+def _only_in(one: Found, other: Found) -> tuple[str, ...]:
+    """The parameters that the other doesn't have; empty if one of the signatures isn't known."""
+    names, others = one.parsed, other.parsed
+    return tuple(name for name in names.parameters if name not in others.parameters) if names and others else ()
 
 
 def heading(distribution: str, releases: Sequence[Release]) -> str:
     """The releases that were read, and the Python that each requires."""
     first, last = releases[0].version, releases[-1].version
-    pythons: dict[str, str] = {}
-    for release in releases:
-        python = release.file.requires_python or "any"
-        if python != next(reversed(pythons.values()), None):
-            pythons[str(release.version)] = python
-    python = ", ".join(f"{python} (since {version})" for version, python in pythons.items())
+    same = groupby(releases, lambda release: release.file.requires_python or "any")
+    pythons = ", ".join(f"{python} (since {next(several).version})" for python, several in same)
     many = f"{len(releases)} releases, {first} to {last}" if len(releases) > 1 else f"{first}"
-    return f"{distribution}: {many}; Python {python}"
+    return f"{distribution}: {many}; Python {pythons}"
 
 
 def history_table(events: Sequence[Event]) -> Table:
-    """A line for each change."""
+    """A line for each change, with the changed parameters marked."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for event in events:
-        table.add_row(f"  {event.when}", event.text)
+        text = Text("" if event.what == "vanished" else str(event.found))
+        for name in event.new:
+            text.highlight_regex(rf"(?<=[(* ]){re.escape(name)}(?=[,)=])", "bold green")
+        text.append(f"  without {', '.join(event.gone)}" if event.gone else "", "red")
+        text.append(f"  from {event.found.home}" if event.found.home else "", "dim")
+        table.add_row(f"  {event.when}", text)
     return table
 
 
@@ -173,10 +167,11 @@ def check(shims: Iterable[Shim], findings: Findings) -> list[Disagreement]:
         for release in [release for release in findings if claims(shim, release)]:
             for seam in shim.seams_for(str(release.version)):
                 there = findings[release][seam.target]
-                doubts = [_doubt(seam, one) for one in (there, *there.others)]
-                if any(doubts):
-                    certain = all(doubt is not None and doubt[1] for doubt in doubts)
-                    what = " or ".join(dict.fromkeys(doubt[0] for doubt in doubts if doubt is not None))
+                forms = (there, *there.others)
+                doubts = [doubt for one in forms if (doubt := _doubt(seam, one)) is not None]
+                if doubts:
+                    certain = len(doubts) == len(forms) and all(sure for _, sure in doubts)
+                    what = " or ".join(dict.fromkeys(text for text, _ in doubts))
                     expected = "an attribute" if seam.any_form else f"({', '.join([*seam.parameters, '...'])})"
                     found.append(Disagreement(shim.name, seam.target, release, expected, what, certain))
     return found
@@ -186,10 +181,6 @@ def claims(shim: Shim, release: Release) -> bool:
     """Whether a shim is for this release."""
     claimed = SpecifierSet(shim.versions).contains(release.version, prereleases=True)
     return release.distribution == shim.distribution and claimed
-
-
-def _names(found: Found) -> list[str]:
-    return [*signature.parameters] if (signature := found.parsed) is not None else []
 
 
 def _doubt(seam: Seam, found: Found) -> tuple[str, bool] | None:

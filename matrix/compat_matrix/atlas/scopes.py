@@ -1,4 +1,4 @@
-"""The nodes of a module with what is around each, and the names that the module, and each class and function in it, binds."""
+"""The names that a module, and each class and function in it, binds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import resolve_name
-from itertools import takewhile
 from typing import Literal, NamedTuple
 
+#: Exceptions that include those of a missing name.
+CATCH_ALL = frozenset({"Exception", "BaseException"})
 #: Statements with handlers; ``except*`` since Python 3.11.
-TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
+_TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))
 #: Whether a statement is executed when its module, class or function is: ``typing`` is for type checkers only.
 Branch = Literal["always", "sometimes", "typing"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -21,7 +22,7 @@ Loop = ast.For | ast.AsyncFor | ast.comprehension
 
 #: Decorators of definitions that are not what the name is in the end.
 _PARTIAL = frozenset({"overload", "getter", "setter", "deleter"})
-_CONDITIONAL = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Match, *TRIES)
+_CONDITIONAL = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Match, *_TRIES)
 _PARSING = threading.Lock()
 
 
@@ -39,71 +40,51 @@ def parse(source: str | bytes) -> ast.Module:
         return ast.parse(source)
 
 
-class Place(NamedTuple):
-    """A node of a syntax tree, the node around it, and the field of that node that it is in."""
+class Around(NamedTuple):
+    """What is around a statement in its module, class or function.
 
-    node: ast.AST
-    field: str = ""
-    parent: Place | None = None
+    Attributes:
+        caught: the exceptions after which the code goes on.
+        loops: the outermost first.
+    """
 
-    def children(self) -> Iterator[Place]:
-        """The nodes in it, without those within them."""
-        for field in self.node._fields:
-            value = getattr(self.node, field, None)
-            for child in value if isinstance(value, list) else (value,):
-                if isinstance(child, ast.AST):
-                    yield Place(child, field, self)
+    branch: Branch = "always"
+    caught: frozenset[str] = frozenset()
+    loops: tuple[Loop, ...] = ()
 
-    def around(self) -> Iterator[tuple[ast.AST, str, ast.AST]]:
-        """The nodes around it, innermost first: each with its field that leads here and the node in that field."""
-        at = self
-        while at.parent is not None:
-            yield at.parent.node, at.field, at.node
-            at = at.parent
+    def inside(self, node: ast.AST, field: str) -> Around:
+        """The same for what is in a field of a statement."""
+        branch, caught, loops = self
+        if is_type_checking(node) and field == "body":
+            branch = "typing"
+        elif branch == "always" and isinstance(node, _CONDITIONAL):
+            branch = "sometimes"
+        if isinstance(node, _TRIES) and field in ("body", "handlers") and (here := _exceptions_caught(node)):
+            # A handler is another way where the first one fails.
+            caught |= here if field == "body" else CATCH_ALL
+        if isinstance(node, (ast.For, ast.AsyncFor)) and field == "body":
+            loops = (*loops, node)
+        return Around(branch, caught, loops)
 
 
 class Binding(NamedTuple):
     """One definition of a name. If path, definition and expression are None, the source doesn't show what the name is.
 
     Attributes:
+        node: the statement, or the parameter.
         path: of an imported object; of the first parameter of a method, that of the class.
-        definition: a function or class, which is the node of `place`.
-        expression: the assigned expression; of a name in a tuple, an `Element` of it.
+        expression: the assigned expression; of a name in a tuple, an `Element` of it; of a loop's target, the name itself.
     """
 
-    place: Place
+    node: ast.AST
     path: str | None = None
-    definition: Definition | None = None
     expression: ast.expr | None = None
+    around: Around = Around()
 
     @property
-    def branch(self) -> Branch:
-        """Whether it is executed with its module, class or function."""
-        branch: Branch = "always"
-        for node, field, _ in self._around():
-            if field == "body" and is_type_checking(node):
-                return "typing"
-            if isinstance(node, _CONDITIONAL) and field != "target":
-                branch = "sometimes"
-        return branch
-
-    @property
-    def guarded(self) -> bool:
-        """Whether it imports, defines or assigns a constant in a ``try`` that goes on after an error."""
-        known = self.path or self.definition or isinstance(self.expression, ast.Constant)
-        return bool(known) and any(
-            isinstance(node, TRIES) and field in ("body", "handlers") and bool(exceptions_caught(node))
-            for node, field, _ in self._around()
-        )
-
-    @property
-    def loops(self) -> list[Loop]:
-        """The loops that it is in, the outermost first."""
-        around = [node for node, field, _ in self._around() if field in ("body", "target")]
-        return [node for node in reversed(around) if isinstance(node, (ast.For, ast.AsyncFor))]
-
-    def _around(self) -> Iterator[tuple[ast.AST, str, ast.AST]]:
-        return takewhile(lambda one: not isinstance(one[0], Definition), self.place.around())
+    def definition(self) -> Definition | None:
+        """The function or class."""
+        return self.node if isinstance(self.node, Definition) else None
 
 
 class Element(ast.Subscript):
@@ -115,7 +96,7 @@ class Scope:
 
     Attributes:
         path: dotted, with the module's.
-        place: the module, class or function.
+        node: the module, class or function.
         package: the package for relative imports.
         parent: the scope around it; None for a module.
         outermost: the module.
@@ -125,41 +106,41 @@ class Scope:
         returns: the expressions that a function returns.
     """
 
-    def __init__(self, path: str, place: Place, package: str, parent: Scope | None = None) -> None:
+    def __init__(self, path: str, node: ast.Module | Definition, package: str, parent: Scope | None = None) -> None:
         self.path = path
-        self.place = place
+        self.node = node
         self.package = package
         self.parent = parent
         self.outermost: Scope = self if parent is None else parent.outermost
-        node = place.node
         self.is_class = isinstance(node, ast.ClassDef)
-        self.is_function = isinstance(node, Function)
-        in_class = parent is not None and parent.is_class
-        self.is_method = in_class and isinstance(node, Function) and "staticmethod" not in decorators(node)
+        self.is_method = False
         self.names: dict[str, list[Binding]] = {}
         self.stars: list[tuple[str, Branch]] = []
         self.returns: list[ast.expr] = []
         self._inner: dict[ast.AST, Scope] = {}
-        if self.is_function:
-            arguments = (one for one in place.children() if one.field == "args")
-            parameters = [one for every in arguments for one in every.children() if isinstance(one.node, ast.arg)]
-            for number, one in enumerate(parameters):
+        if isinstance(node, Function):
+            in_class = parent is not None and parent.is_class
+            self.is_method = in_class and "staticmethod" not in decorators(node)
+            for number, one in enumerate(one for one in ast.iter_child_nodes(node.args) if isinstance(one, ast.arg)):
                 of_class = parent.path if parent is not None and self.is_method and not number else None
-                self._bind(getattr(one.node, "arg", ""), Binding(one, path=of_class))
-        todo = [one for one in place.children() if one.field == "body"][::-1]
+                self._bind(one.arg, Binding(one, of_class))
+        todo: list[tuple[ast.AST, Around]] = [(one, Around()) for one in reversed(node.body)]
         while todo:
-            at = todo.pop()
-            self._statement(at)
-            if not isinstance(at.node, Definition):
-                inner = (ast.stmt, ast.excepthandler, ast.match_case)
-                todo += [one for one in at.children() if isinstance(one.node, inner)][::-1]
+            at, around = todo.pop()
+            self._statement(at, around)
+            if not isinstance(at, Definition):
+                todo += [
+                    (one, around.inside(at, field))
+                    for field, block in reversed([*ast.iter_fields(at)])
+                    for one in reversed(block if isinstance(block, list) else [])
+                    if isinstance(one, (ast.stmt, ast.excepthandler, ast.match_case))
+                ]
 
-    def inner(self, place: Place) -> Scope:
+    def inner(self, node: Definition) -> Scope:
         """The scope of a class or function in this one."""
-        if place.node not in self._inner:
-            path = f"{self.path}.{getattr(place.node, 'name', '')}"
-            self._inner[place.node] = Scope(path, place, self.package, self)
-        return self._inner[place.node]
+        if node not in self._inner:
+            self._inner[node] = Scope(f"{self.path}.{node.name}", node, self.package, self)
+        return self._inner[node]
 
     def visible(self) -> Iterator[Scope]:
         """The scopes whose names can be used in this one; not those of classes around a function."""
@@ -177,60 +158,57 @@ class Scope:
     def _bind(self, name: str, binding: Binding) -> None:
         self.names.setdefault(name, []).append(binding)
 
-    def _statement(self, at: Place) -> None:
-        match at.node:
+    def _statement(self, at: ast.AST, around: Around) -> None:
+        match at:
             case (ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef()) as node:
                 if _PARTIAL.isdisjoint(decorators(node)):
-                    self._bind(node.name, Binding(at, definition=node))
+                    self._bind(node.name, Binding(at, around=around))
             case ast.Import(names=aliases):
                 for alias in aliases:
                     path = alias.name if alias.asname else alias.name.partition(".")[0]
-                    self._bind(alias.asname or path, Binding(at, path=path))
+                    self._bind(alias.asname or path, Binding(at, path, around=around))
             case ast.ImportFrom(names=aliases) as node:
-                module = imported_module(node, self.package)
+                module = ""
+                with suppress(ImportError):  # it is outside of the outermost package
+                    module = resolve_name("." * node.level + (node.module or ""), self.package)
                 for alias in aliases:
                     if alias.name == "*":
-                        self.stars.append((module, Binding(at).branch))
+                        self.stars.append((module, around.branch))
                     else:
-                        self._bind(alias.asname or alias.name, Binding(at, path=f"{module}.{alias.name}"))
+                        self._bind(alias.asname or alias.name, Binding(at, f"{module}.{alias.name}", around=around))
             case ast.Assign(targets=targets, value=value):
-                for target in targets:
-                    self._assign(target, value, at)
+                for name, part in (one for target in targets for one in unpacked(target, value)):
+                    self._bind(name, Binding(at, expression=part, around=around))
             case (
-                ast.AnnAssign(target=target, value=ast.expr() as value)
-                | ast.AugAssign(target=ast.Name("__all__") as target, value=value)
+                ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value)
+                | ast.AugAssign(target=ast.Name("__all__" as name), value=value)
             ):
-                self._assign(target, value, at)
-            case ast.For(target=target) | ast.AsyncFor(target=target):
-                for name, _ in columns(target):
-                    self._bind(name, Binding(Place(target, "target", at), expression=ast.Name(name, ast.Load())))
+                self._bind(name, Binding(at, expression=value, around=around))
+            case (ast.For() | ast.AsyncFor()) as node:
+                in_loop = around._replace(loops=(*around.loops, node))
+                for name, _ in unpacked(node.target, node.iter):
+                    self._bind(name, Binding(at, expression=ast.Name(name, ast.Load()), around=in_loop))
             case ast.With(items=items) | ast.AsyncWith(items=items):
                 for one in (one for item in items for one in ast.walk(item)):
                     if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
-                        self._bind(one.id, Binding(at))
+                        self._bind(one.id, Binding(at, around=around))
             case ast.Return(value=ast.expr() as value):
                 self.returns.append(value)
 
-    def _assign(self, target: ast.expr, value: ast.expr, at: Place) -> None:
-        match target, value:
-            case ast.Name(name), _:
-                self._bind(name, Binding(at, expression=value))
-            case ((ast.Tuple() | ast.List()), (ast.Tuple() | ast.List())) if len(target.elts) == len(value.elts):
-                for one, part in zip(target.elts, value.elts, strict=True):
-                    self._assign(one, part, at)
-            case ((ast.Tuple() | ast.List()), _):
-                for index, one in enumerate(target.elts):
-                    last = -1 if index == len(target.elts) - 1 else index
-                    element = Element(value, ast.Constant(last), ast.Load())
-                    self._assign(one.value if isinstance(one, ast.Starred) else one, element, at)
 
-
-def columns(target: ast.expr) -> list[tuple[str, int | None]]:
-    """The names that a loop binds, with the column of its rows that each is bound to; None if it is the row itself."""
-    if isinstance(target, ast.Name):
-        return [(target.id, None)]
-    several = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
-    return [(one.id, column) for column, one in enumerate(several) if isinstance(one, ast.Name)]
+def unpacked(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """The names that an assignment of a value binds, each with the part of the value."""
+    match target, value:
+        case ast.Name(name), _:
+            yield name, value
+        case ast.Starred(value=inner), _:
+            yield from unpacked(inner, value)
+        case ((ast.Tuple() | ast.List()), _):
+            parts = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
+            last = len(target.elts) - 1
+            for index, one in enumerate(target.elts):
+                element = Element(value, ast.Constant(-1 if index == last else index), ast.Load())
+                yield from unpacked(one, parts[index] if len(parts) == last + 1 else element)
 
 
 class Default:
@@ -245,27 +223,22 @@ class Default:
 
 def signature_of(node: Function) -> inspect.Signature:
     """The signature of a function; its defaults are `Default` objects."""
-    arguments = node.args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    required = [None] * (len(positional) - len(arguments.defaults))
-    defaults = [*required, *arguments.defaults, *arguments.kw_defaults]
-    default_of = {
-        one.arg: Default(default)
-        for one, default in zip([*positional, *arguments.kwonlyargs], defaults, strict=True)
-        if default is not None
-    }
+    given = node.args
+    positional = [*given.posonlyargs, *given.args]
     kinds = (
-        (inspect.Parameter.POSITIONAL_ONLY, arguments.posonlyargs),
-        (inspect.Parameter.POSITIONAL_OR_KEYWORD, arguments.args),
-        (inspect.Parameter.VAR_POSITIONAL, [arguments.vararg]),
-        (inspect.Parameter.KEYWORD_ONLY, arguments.kwonlyargs),
-        (inspect.Parameter.VAR_KEYWORD, [arguments.kwarg]),
+        *[inspect.Parameter.POSITIONAL_ONLY] * len(given.posonlyargs),
+        *[inspect.Parameter.POSITIONAL_OR_KEYWORD] * len(given.args),
+        inspect.Parameter.VAR_POSITIONAL,
+        *[inspect.Parameter.KEYWORD_ONLY] * len(given.kwonlyargs),
+        inspect.Parameter.VAR_KEYWORD,
     )
+    required = [None] * (len(positional) - len(given.defaults))
+    defaults = [*required, *given.defaults, None, *given.kw_defaults, None]
+    parameters = [*positional, given.vararg, *given.kwonlyargs, given.kwarg]
     return inspect.Signature(
         [
-            inspect.Parameter(one.arg, kind, default=default_of.get(one.arg, inspect.Parameter.empty))
-            for kind, several in kinds
-            for one in several
+            inspect.Parameter(one.arg, kind, default=inspect.Parameter.empty if default is None else Default(default))
+            for one, kind, default in zip(parameters, kinds, defaults, strict=True)
             if one is not None
         ]
     )
@@ -281,7 +254,7 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and last_name(node.test) == "TYPE_CHECKING"
 
 
-def exceptions_caught(node: ast.Try) -> frozenset[str]:
+def _exceptions_caught(node: ast.Try) -> frozenset[str]:
     """The exceptions after which the code goes on."""
     types = [
         one
@@ -290,14 +263,6 @@ def exceptions_caught(node: ast.Try) -> frozenset[str]:
         for one in (handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type])
     ]
     return frozenset("BaseException" if one is None else last_name(one) for one in types)
-
-
-def imported_module(node: ast.ImportFrom, package: str) -> str:
-    """The absolute name of the module of a ``from`` import in a package; empty if that is outside of the outermost package."""
-    try:
-        return resolve_name("." * node.level + (node.module or ""), package)
-    except ImportError:
-        return ""
 
 
 def last_name(node: ast.AST) -> str:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import decode_source
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ..errors import MatrixError
 from . import scopes
 from .published import Published
-from .scopes import Binding, Element, Place, Scope, decorators, last_name, parse, signature_of
+from .scopes import Binding, Element, Scope, decorators, last_name, parse, signature_of
 
 #: Methods that are class methods without a decorator.
 _CLASS_METHODS = ("__init_subclass__", "__class_getitem__")
@@ -78,17 +78,13 @@ class Found:
         return " or ".join([text, *map(str, self.others)])
 
 
-class _Module(NamedTuple):
-    scope: Scope
-    replaced: bool
-
-
 class Sources:
     """The modules of one published file, parsed on demand."""
 
     def __init__(self, published: Published) -> None:
         self._published = published
-        self._modules: dict[str, _Module] = {}
+        self._modules: dict[str, Scope] = {}
+        self._replaced: set[str] = set()
         self._listed: dict[str, frozenset[str] | None] = {}
         self._active: set[tuple[str, tuple[str, ...]]] = set()
 
@@ -119,8 +115,8 @@ class Sources:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return Found("unknown", text=f"Python {'.'.join(map(str, sys.version_info[:2]))} can't parse it: {error}")
         if not found:
-            source = self._module(module)
-            on_access = source.replaced or "__getattr__" in source.scope.names
+            names = self._module(module).names
+            on_access = module in self._replaced or "__getattr__" in names
             if on_access and not self._look(module, (attribute.partition(".")[0],)):
                 return Found("unknown", text=f"perhaps of {module}, which finds attributes when they are used")
             owner = attribute.rpartition(".")[0]
@@ -141,7 +137,7 @@ class Sources:
 
     def _in(self, module: str, names: tuple[str, ...]) -> list[Found]:
         name, *rest = names
-        scope = self._module(module).scope
+        scope = self._module(module)
         if bindings := _reaching(scope, name):
             return [one for binding in bindings for one in self._follow(scope, name, binding, tuple(rest))]
         for star, _ in reversed(scope.stars):
@@ -180,7 +176,7 @@ class Sources:
             return [Found("unknown", text=f"imported from {binding.path}, where it isn't defined")]
         definition, expression = binding.definition, binding.expression
         if isinstance(definition, ast.ClassDef):
-            class_ = scope.inner(binding.place)
+            class_ = scope.inner(definition)
             if rest:
                 return self._member(class_, definition, rest)
             made = self._member(class_, definition, ("__init__",))
@@ -201,7 +197,7 @@ class Sources:
             return [Found("function", str(_bound(signature) if scope.is_class and of_class else signature), home=home)]
         if definition is not None:
             return [Found("value", type="property", home=home)]
-        if binding.loops or isinstance(expression, Element):
+        if binding.around.loops or isinstance(expression, Element):
             expression = None
         text = "" if expression is None else ast.unparse(expression)
         short = text if len(text) <= _QUOTED and "\n" not in text else ""
@@ -231,7 +227,7 @@ class Sources:
             self._listed[module] = None if listed is None else frozenset(re.findall(r"\w+", listed[1].decode()))
         if (names := self._listed[module]) is not None:
             return name in names
-        exported = [_literal(one.expression) for one in self._module(module).scope.names.get("__all__", ())]
+        exported = [_literal(one.expression) for one in self._module(module).names.get("__all__", ())]
         if not exported:
             return not name.startswith("_")
         # An `__all__` that is computed from others can't be evaluated.
@@ -255,13 +251,14 @@ class Sources:
         """The modules that have no source."""
         return {path.partition(".")[0].replace("/", ".") for path in self._published.members if path[-3:] != ".py"}
 
-    def _module(self, name: str) -> _Module:
+    def _module(self, name: str) -> Scope:
         if name not in self._modules:
             file = self._files[name]
             code = decode_source(self._published.read(file)) if file else ""
-            tree = parse(code)
             package = name.rpartition(".")[0] if file and not file.endswith("/__init__.py") else name
-            self._modules[name] = _Module(Scope(name, Place(tree), package), _REPLACED.search(code) is not None)
+            self._modules[name] = Scope(name, parse(code), package)
+            if _REPLACED.search(code):
+                self._replaced.add(name)
         return self._modules[name]
 
 
@@ -270,8 +267,8 @@ def _reaching(scope: Scope, name: str) -> list[Binding]:
     itself = f"{scope.path}.{name}"  # a package imports its module under its own name
     bindings = [one for one in scope.names.get(name, ()) if one.path != itself]
     # A package that loads its parts on first access imports them only for type checkers.
-    bindings = [one for one in bindings if one.branch != "typing"] or bindings
-    always = [index for index, one in enumerate(bindings) if one.branch == "always"]
+    bindings = [one for one in bindings if one.around.branch != "typing"] or bindings
+    always = [index for index, one in enumerate(bindings) if one.around.branch == "always"]
     return bindings[always[-1] if always else 0 :]
 
 

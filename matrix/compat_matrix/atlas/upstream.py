@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.resources import files
+from itertools import islice
 
+import tomli
 from packaging.utils import canonicalize_name
 
 from kernel_compat.patching.shim import Shim
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _INSTALL = "kernel_compat.install()"
 
@@ -38,7 +34,7 @@ class Replacement:
     called: bool = False
 
 
-_table = tomllib.loads((files(__package__) / "upstream.toml").read_text("utf-8"))
+_table = tomli.loads((files(__package__) / "upstream.toml").read_text("utf-8"))
 #: The attributes that the library relies on, by distribution.
 SEAMS: Mapping[str, Sequence[str]] = _table["seams"]
 #: Patterns of old names that transformers 5 serves though no source defines them, with their new ones.
@@ -64,10 +60,7 @@ def replacements(names: Iterable[str], shims: Sequence[Shim]) -> list[Replacemen
         shims: those of the releases that were read.
     """
     known = list(names)
-    replacing = [shim for shim in shims if any(seam.target.replace(":", ".") in known for seam in shim.seams)]
+    replacing = [shim.name for shim in shims if any(seam.target.replace(":", ".") in known for seam in shim.seams)]
+    found = [Replacement(_INSTALL, f"replaces it itself: {', '.join(replacing)}")] if replacing else []
     matching = (one for one in REPLACEMENTS if any(fnmatchcase(n, p) for n in known for p in one.patterns))
-    public = [*matching][:1]
-    if not replacing:
-        return public
-    ours = Replacement(_INSTALL, f"replaces it itself: {', '.join(shim.name for shim in replacing)}")
-    return [ours, *(one for one in public if one.call != _INSTALL)]
+    return [*found, *(one for one in islice(matching, 1) if not (found and one.call == _INSTALL))]

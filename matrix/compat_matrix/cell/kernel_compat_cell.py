@@ -30,10 +30,22 @@ def pytest_configure() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Write the packages and shims to the file in ``COMPAT_MATRIX_ENVIRONMENT``; pytest workers don't."""
+    """Describe this process' environment as JSON in the file that ``COMPAT_MATRIX_ENVIRONMENT`` names; pytest workers don't."""
     target = os.environ.get("COMPAT_MATRIX_ENVIRONMENT")
-    if target and not os.environ.get("PYTEST_XDIST_WORKER"):
-        write(Path(target))
+    if not target or os.environ.get("PYTEST_XDIST_WORKER"):
+        return
+    there = installed()
+    found = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: distribution.version for name, distribution in there.items()},
+        "conflicts": conflicts(there),
+        **shims(),  # imports torch, which otherwise only pytest's workers have imported
+        **device(),
+    }
+    scratch = Path(f"{target}.part")
+    scratch.write_text(json.dumps(found, default=str), encoding="utf-8")
+    scratch.replace(target)
 
 
 @pytest.fixture
@@ -53,29 +65,10 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[..., None
     return record
 
 
-def write(path: Path) -> None:
-    """Write a description of this process' environment as JSON."""
-    there = installed()
-    found = {
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "packages": {name: distribution.version for name, distribution in there.items()},
-        "conflicts": conflicts(there),
-        **shims(),  # imports torch, which otherwise only pytest's workers have imported
-        **device(),
-    }
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(found, default=str), encoding="utf-8")
-    scratch.replace(path)
-
-
 def installed() -> dict[str, Distribution]:
-    """The installed versions by normalized name; of several, the first on the path is used."""
-    found: dict[str, Distribution] = {}
-    for distribution in distributions():
-        name = distribution.metadata["Name"]
-        if name:
-            found.setdefault(canonicalize_name(name), distribution)
+    """The installed distributions by normalized name; of several, the first on the path is used."""
+    backwards = reversed([*distributions()])
+    found = {canonicalize_name(name): one for one in backwards if (name := one.metadata["Name"])}
     return dict(sorted(found.items()))
 
 
@@ -124,7 +117,7 @@ def shims() -> dict[str, Any]:
     with kernel_compat.installed() as report:
         return {
             "shims": {
-                shim.name: {"state": shim.state, "reason": shim.reason, "seams": [str(seam) for seam in shim.seams]}
-                for shim in report.shims
+                one.name: {"state": one.state, "reason": one.reason, "seams": [*map(str, one.seams)]}
+                for one in report.shims
             }
         }

@@ -72,7 +72,6 @@ def watch(connection: socket.socket, module: bool) -> None:
         connection.recv(1)
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-        os._exit(0)
 
     tell(connection, pid)
     follower = threading.Thread(target=follow)

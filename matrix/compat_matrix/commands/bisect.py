@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from rich.console import Console
 
 from .. import gpus, runner
-from ..axes import Axes
+from ..axes import load
 from ..cells import Cell, values_of
 from ..errors import MatrixError
 from ..expressions import is_release, release
-from ..options import axes_of, cells_of, jobs_of, new_run, revision
+from ..jobs import jobs_of, new_run
 from ..outcomes import NO_TEST
 from ..progress import Progress
 from ..results import CellResult
@@ -42,45 +41,39 @@ def run(options: argparse.Namespace) -> int:
     """Search, and print the first bad release and the last good one; returns the exit code."""
     if bool(options.test) == bool(options.seam):
         raise MatrixError("either --test or --seam is needed")
-    axes, axis, what = axes_of(options), options.axis, options.test or options.seam
-    cells = line(cells_of(options, axes), axis, options.good, options.bad)
-    runs: list[str] = []
+    axes, axis, what = load(options.axes), options.axis, options.test or options.seam
+    selected = axes.select(options.only, options.cells, options.pairwise, options.shard)
+    cells = line(selected, axis, options.good, options.bad)
 
-    def say(value: str, answer: Answer, how: str) -> None:
-        print(f"{axis} {value} is {answer.state} ({how}){f': {answer.reason}' if answer.reason else ''}")
+    def job_of(job: Job) -> Job:
+        command = ["pytest", options.test] if options.test else ["python", "-c", _REPORT]
+        if options.test and job.tests.command[0] != "pytest":
+            raise MatrixError(f"{job.cell} runs {job.tests.command[0]}, and --test needs pytest")
+        return replace(job, tests=job.tests.model_copy(update={"command": command}), known=())
 
     with Store.open(options.store) as store:
+        jobs = dict(zip(cells, map(job_of, jobs_of(options, axes, [*cells.values()], {})), strict=True))
+        run = new_run(options, store, axes, [], label=f"bisect {what}", partial=True)
 
         def ask(value: str) -> Answer:
-            job = _job(options, axes, cells[value])
-            runs.append(runs[0] if runs else new_run(options, store, axes, [], label=f"bisect {what}", partial=True))
-            executor = runner.Local(1, gpus.visible(), fork=False)
+            executor = runner.Local(1, gpus.visible())
             with Progress(1, 1, Console(stderr=True)) as progress:
-                runner.execute(runs[0], [job], store, executor, progress)
-            answer = _judged(options, store.result(runs[0], job.cell, job.attempt))
-            say(value, answer, "run")
+                runner.execute(run, [jobs[value]], store, executor, progress)
+            result = store.result(run, cells[value])
+            answer = _of_test(options.test, result) if options.test else _of_shim(options.seam, result)
+            print(f"{axis} {value} is {answer.state}{f': {answer.reason}' if answer.reason else ''}")
             return answer
 
-        known = _known(options, axes, store, cells)
-        for value, answer in known.items():
-            say(value, answer, "known")
-        for value, later in pairwise(known):
-            if (known[value].state, known[later].state) == ("bad", "good"):
-                print(f"{value} is bad and {later} is good again: the search is for the first change to bad")
-        good, *between, bad = search([*cells], ask, known)
+        good, *between, bad = search([*cells], ask)
+        count = plural(len(store.summary(run)), "cell")
     names = " or ".join(filter(None, [", ".join(between[:-1]), *between[-1:]]))
     broke = f", or {names}, whose state is unknown, broke" if between else " is the first that broke"
-    print(f"{axis} {bad}{broke} {what}; {good} is good")
-    print(f"{plural(len(runs), 'cell')} run, {len(known)} known")
+    print(f"{axis} {bad}{broke} {what}; {good} is good\n{count} run")
     return 0
 
 
 def line(cells: Sequence[Cell], axis: str, good: str | None, bad: str | None) -> dict[str, Cell]:
-    """The cells from the good value of an axis to the bad one, by value, oldest first.
-
-    Raises:
-        MatrixError: they differ on other axes too, or a value doesn't exist, or the good one isn't older.
-    """
+    """The cells from the good value of an axis to the bad one, by value, oldest first. On other axes they must be the same."""
     releases = [name for name, values in values_of(cells).items() if values and all(map(is_release, values))]
     if axis not in releases:
         raise MatrixError(f"--axis is one of {', '.join(releases)}, not {axis!r}")
@@ -88,8 +81,7 @@ def line(cells: Sequence[Cell], axis: str, good: str | None, bad: str | None) ->
     for other in values_of(cells):
         values = list(dict.fromkeys(cell.axes.get(other, "none") for cell in cells if axis in cell.axes))
         if other != axis and len(values) > 1:
-            said = f"{', '.join(values[:8])}{' ...' if len(values) > 8 else ''}"
-            raise MatrixError(f"several values of {other} are selected; choose one with --only: {said}")
+            raise MatrixError(f"several values of {other} are selected; choose one with --only: {', '.join(values)}")
     every = sorted(found, key=release)
     first, last = good or every[0], bad or every[-1]
     for value in (first, last):
@@ -101,68 +93,28 @@ def line(cells: Sequence[Cell], axis: str, good: str | None, bad: str | None) ->
     return {value: found[value] for value in line}
 
 
-def search(values: Sequence[str], ask: Callable[[str], Answer], known: Mapping[str, Answer]) -> list[str]:
-    """Find where good becomes bad, with as few calls of `ask` as possible.
-
-    Args:
-        values: in order; the first must be good and the last bad, which is checked first.
-        known: answers that are known already, none of them ``unknown``.
-
-    Returns:
-        The last good value, the ones behind it whose state is unknown, and the first value known to be bad.
+def search(values: Sequence[str], ask: Callable[[str], Answer]) -> list[str]:
+    """The last good value, the ones behind it whose state is unknown, and the first bad one, with as few calls as possible.
 
     Raises:
         MatrixError: the first value isn't good or the last isn't bad.
     """
-    answers = dict(known)
     for value, wanted in ((values[0], "good"), (values[-1], "bad")):
-        answers[value] = found = answers.get(value) or ask(value)
-        if found.state != wanted:
-            word = "its state is unknown" if found.state == "unknown" else f"it is {found.state}"
-            raise MatrixError(f"{value} should be {wanted}, but {word}{f': {found.reason}' if found.reason else ''}")
-    states = [answers[value].state if value in answers else None for value in values]
-    bad = states.index("bad")
-    good = max(index for index in range(bad) if states[index] == "good")
-    while untried := [index for index in range(good + 1, bad) if states[index] is None]:
-        middle = min(untried, key=lambda index: abs(2 * index - good - bad))
-        states[middle] = ask(values[middle]).state
-        if states[middle] == "good":
+        state, reason = ask(value)
+        if state != wanted:
+            word = "its state is unknown" if state == "unknown" else f"it is {state}"
+            raise MatrixError(f"{value} should be {wanted}, but {word}{f': {reason}' if reason else ''}")
+    good, bad = 0, len(values) - 1
+    untried = {*range(1, bad)}
+    while there := [index for index in untried if good < index < bad]:
+        middle = min(there, key=lambda index: abs(2 * index - good - bad))
+        untried.remove(middle)
+        state = ask(values[middle]).state
+        if state == "good":
             good = middle
-        elif states[middle] == "bad":
+        elif state == "bad":
             bad = middle
     return [*values[good : bad + 1]]
-
-
-def _known(options: argparse.Namespace, axes: Axes, store: Store, cells: Mapping[str, Cell]) -> dict[str, Answer]:
-    """The answers that the newest results of the same commit and pins give, by value."""
-    here = revision(axes.folder)
-    if not here or here.endswith("+"):  # uncommitted code
-        return {}
-    found: dict[str, Answer] = {}
-    for value, cell in cells.items():
-        past = [(run.id, summary.attempt) for run, summary in store.history(cell) if run.revision == here]
-        pins = _job(options, axes, cell).pins if past else ""
-        for run, attempt in past:
-            result = store.result(run, cell, attempt)
-            if result.pins == pins and (answer := _judged(options, result)).state != "unknown":
-                found[value] = answer
-                break
-    return found
-
-
-def _job(options: argparse.Namespace, axes: Axes, cell: Cell) -> Job:
-    (job,) = jobs_of(options, axes, [cell], {})
-    if options.seam:
-        command = ["python", "-c", _REPORT]
-    elif job.tests.command[0] == "pytest":
-        command = ["pytest", options.test]
-    else:
-        raise MatrixError(f"{cell} runs {job.tests.command[0]}, and --test needs pytest")
-    return replace(job, tests=job.tests.model_copy(update={"command": command}), known=())
-
-
-def _judged(options: argparse.Namespace, result: CellResult) -> Answer:
-    return _of_test(options.test, result) if options.test else _of_shim(options.seam, result)
 
 
 def _of_test(nodeid: str, result: CellResult) -> Answer:

@@ -8,9 +8,9 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
+from ..axes import load
 from ..cells import DEVICES, Cell, values_of
 from ..errors import MatrixError
-from ..options import axes_of, cells_of
 from ..words import plural
 
 #: GitHub's limit on the jobs of one matrix.
@@ -19,13 +19,13 @@ LIMIT = 256
 
 def list_cells(options: argparse.Namespace) -> int:
     """Print the cells, or the reasons for the excluded ones; returns the exit code."""
-    axes = axes_of(options)
+    axes = load(options.axes)
     if options.excluded:
         refused = {cell.name: because for cell, because in axes.all_cells.items() if because}
         counts = [f"{plural(count, 'cell')}: {because}" for because, count in Counter(refused.values()).most_common()]
         print(json.dumps(refused, indent=2) if options.json else "\n".join(counts))
         return 0
-    cells = cells_of(options, axes)
+    cells = axes.select(options.only, options.cells, options.pairwise, options.shard)
     if options.json:
         print(json.dumps([{"name": cell.name, **cell.axes} for cell in cells], indent=2))
     else:
@@ -36,17 +36,14 @@ def list_cells(options: argparse.Namespace) -> int:
 
 def emit(options: argparse.Namespace) -> int:
     """Print a matrix for each device as JSON; returns the exit code."""
-    cells = cells_of(options, axes_of(options))
+    axes = load(options.axes)
+    cells = axes.select(options.only, options.cells, options.pairwise, options.shard)
     print(json.dumps({name: {"include": jobs([one for one in cells if one.device == name])} for name in DEVICES}))
     return 0
 
 
 def jobs(cells: Sequence[Cell]) -> list[dict[str, str | int]]:
-    """The jobs of a matrix, at most as many as GitHub allows: a cell each, or all cells that share an environment.
-
-    Raises:
-        MatrixError: there are more environments than that.
-    """
+    """The jobs of a matrix, at most as many as GitHub allows: a cell each, or all cells that share an environment."""
     for name in (str, lambda cell: "-".join(filter(None, [cell.base, cell.own])), lambda cell: cell.base):
         groups: dict[str, list[Cell]] = {}
         for cell in cells:

@@ -10,24 +10,20 @@ from kernel_compat.cli import tables
 from .. import matrix_client
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit code: 1 if the environment is known to be bad, else 0.
-
-    Raises:
-        ServiceError: the service gives no usable answer.
-    """
-    report = matrix_client.ask(arguments.service, timeout=arguments.timeout)
-    if arguments.json:
+def run(options: argparse.Namespace) -> int:
+    """Returns the exit code: 1 if the environment is known to be bad, else 0."""
+    report = matrix_client.ask(options.service)
+    if options.json:
         print(json.dumps(tables.plain({"ok": report.ok, **tables.fields_of(report)}), indent=2, allow_nan=False))
-    else:
-        console = tables.console()
-        tables.print_environment(console, report.environment)
-        for answer in report.answers:
-            style = "bold red" if answer.bad else "green" if answer.verdict == "passed" else "yellow"
-            verdict, *evidence = matrix_client.describe(answer)
-            tables.print_text(console, f"\n{verdict}", style)
-            for line in [*evidence, *matrix_client.shims_of(answer)]:
-                tables.print_text(console, line)
-        if not report.ok:
-            tables.print_text(console, "This environment is known to be bad: see above.", "bold red")
-    return 0 if report.ok else 1
+        return int(not report.ok)
+    console = tables.console()
+    tables.print_environment(console, report.environment)
+    for answer in report.answers:
+        style = "bold red" if answer.bad else "green" if answer.verdict == "passed" else "yellow"
+        verdict, *evidence = matrix_client.describe(answer)
+        tables.print_text(console, f"\n{verdict}", style)
+        for line in evidence:
+            tables.print_text(console, line)
+    if not report.ok:
+        tables.print_text(console, "This environment is known to be bad: see above.", "bold red")
+    return int(not report.ok)

@@ -6,41 +6,43 @@ import argparse
 import sys
 
 from .. import pins, wheelhouse
+from ..axes import load
 from ..errors import MatrixError
-from ..options import axes_of, cells_of, pin_folder
 from ..unpack import split
 from ..words import plural
 
 
 def pin(options: argparse.Namespace) -> int:
     """Write the pins; returns 1 if a part couldn't be resolved."""
-    axes = axes_of(options)
-    folder = pin_folder(options, axes)
-    found = pins.resolve_parts(axes, cells_of(options, axes), latest=options.latest)
-    failed = {name: part for name, part in sorted(found.items()) if isinstance(part, pins.UvError)}
-    changed = [name for name, part in sorted(found.items()) if isinstance(part, pins.Part) and pins.write(part, folder)]
-    for name, error in failed.items():
-        print(f"{name}: {error}", file=sys.stderr)
-    pinned = f"{plural(len(found) - len(failed), 'part')} pinned in {folder}, {len(changed)} of them changed"
-    print("\n  ".join([pinned, *changed]))
-    return 1 if failed else 0
+    axes = load(options.axes)
+    cells = axes.select(options.only, options.cells, options.pairwise, options.shard)
+    found = pins.resolve_parts(axes, cells, latest=options.latest)
+    failed = 0
+    for name, part in sorted(found.items()):
+        if isinstance(part, pins.UvError):
+            print(f"{name}: {part}", file=sys.stderr)
+            failed += 1
+        else:
+            pins.write(part, axes.pins)
+    print(f"{plural(len(found) - failed, 'part')} pinned in {axes.pins}")
+    return int(failed > 0)
 
 
 def fetch(options: argparse.Namespace) -> int:
     """Fill the folder and print its size; returns the exit code."""
-    axes = axes_of(options)
-    found = wheelhouse.fetch(
+    axes = load(options.axes)
+    cells = axes.select(options.only, options.cells, options.pairwise, options.shard)
+    files = wheelhouse.fetch(
         axes,
-        cells_of(options, axes),
+        cells,
         options.folder,
-        pin_folder=pin_folder(options, axes),
+        pin_folder=axes.pins,
         latest=options.latest,
         without_torch=options.without_torch,
         runner=options.with_runner,
-        note=lambda text: print(text, file=sys.stderr),
     )
-    size = sum(file.size for file in found.files.values()) / 1e6
-    counts = f"{plural(len(found.cells), 'cell')}, {plural(len(found.files), 'file')}"
+    size = sum(file.stat().st_size for file in files) / 1e6
+    counts = f"{plural(len(cells), 'cell')}, {plural(len(files), 'file')}"
     print(f"{options.folder}: {counts}, {size:.1f} MB")
     if options.parts is not None:
         try:

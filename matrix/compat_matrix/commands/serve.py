@@ -11,21 +11,17 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from ..axes import OWN
+from ..axes import OWN, PLACES, axes_in, load
 from ..errors import MatrixError
-from ..options import AXES, axes_in, axes_of
 from ..service import executing, tokens
-from ..store import Store, removal
+from ..store import Store
 
 #: Seconds for open requests to end at shutdown.
 _GRACE = 10
-#: Seconds between two looks for runs that are too old.
-_PRUNED = 3600.0
 #: Python's thread switch interval, in seconds. With the default of 5 ms, a thread that returns from the database would wait
 #: that long for threads that compute.
 _SWITCH = 0.0005
@@ -52,18 +48,12 @@ def run(options: argparse.Namespace) -> int:
     if options.execute is not None:
         return executing.execute_all(options, options.execute)
     there = options.axes or axes_in(Path()) or OWN.exists() or options.ray
-    axes = axes_of(options) if there else None
+    axes = load(options.axes) if there else None
     with Store.open(options.store) as store, _listening(options.host, options.port) as listening, ExitStack() as stack:
         app = create_app(store, axes, Settings(read=options.read, runs=not options.no_run), options)
-        config = uvicorn.Config(
-            app,
-            http="h11",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            root_path=options.root_path.rstrip("/"),
-            timeout_graceful_shutdown=_GRACE,
-        )
+        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+        root = options.root_path.rstrip("/")
+        config = uvicorn.Config(app, http="h11", root_path=root, timeout_graceful_shutdown=_GRACE, **quiet)
         sys.setswitchinterval(_SWITCH)
         # uvicorn raises the signal that ended it again.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -71,31 +61,24 @@ def run(options: argparse.Namespace) -> int:
         stack.enter_context(suppress(KeyboardInterrupt))
         host, port = listening.getsockname()[:2]
         print(f"http://{f'[{host}]' if ':' in host else host}:{port} serves {store.name}", flush=True)
-        runs = axes is not None and not options.no_run
         if axes is None:
-            print(f"there is no {AXES} here and no --axes: stored results are shown, and runs are refused", flush=True)
-        elif runs and not tokens.every(store):
             print(
-                "there is no token for writing yet: `kernel-compat-matrix token add NAME --scope submit` creates one",
+                f"there is no {PLACES[0]} here and no --axes: stored results are shown, and runs are refused",
                 flush=True,
             )
-        if runs:
+        elif not options.no_run:
+            if not tokens.every(store):
+                said = "there is no token for writing yet: `kernel-compat-matrix token add NAME --scope submit` creates one"
+                print(said, flush=True)
             command = [sys.executable, "-m", "compat_matrix", *options.words, "--execute", secrets.token_hex(16)]
             stack.enter_context(executing.beside(lambda over: executing.supervise(command, over), "runs"))
-        if options.keep is not None:
-            keep = timedelta(days=options.keep)
-            stack.enter_context(executing.beside(lambda over: _prune(store, keep, over), "prune"))
         gc.freeze()  # a look for cycles among the modules would keep readers waiting
         uvicorn.Server(config).run(sockets=[listening])
     return 0
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket that listens at this address.
-
-    Raises:
-        MatrixError: the address can't be listened on.
-    """
+    """A socket that listens at this address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         found = socket.create_server((host, port), family=family, backlog=2048)
@@ -105,13 +88,3 @@ def _listening(host: str, port: int) -> socket.socket:
     # second packet of a response waits 40 ms for the acknowledgement of the first.
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return found
-
-
-def _prune(store: Store, keep: timedelta, over: threading.Event) -> None:
-    """Delete old runs now and then."""
-    while not over.is_set():
-        try:
-            removal.delete_runs(store, [one.id for one in removal.older(store, keep)])
-        except MatrixError as error:  # the database is unavailable, and may come back
-            logging.getLogger(__name__).warning("old runs can't be deleted: %s", error)
-        over.wait(_PRUNED)

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from datetime import datetime, timezone
-from pathlib import Path
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
-from ..arguments import STORE, Arguments, add, option, positive
+from ..arguments import add
 from ..errors import MatrixError
 from ..service import tokens
 from ..store import Store
 
-VERBS: dict[str, tuple[str, Arguments]] = {
-    "add": (
-        "create a token, which can't be shown again",
-        {
-            "name": option("the name by which it is listed and revoked", metavar="NAME"),
-            "--scope": option(
-                "the requests that it allows (repeatable)", action="append", choices=tokens.SCOPES, required=True
-            ),
-            "--days": option("the number of days after which it expires (default: never)", type=positive, metavar="N"),
-            "--file": option(
-                "write the token into a new file that only you can read, instead", type=Path, metavar="FILE"
-            ),
-        },
-    ),
-    "list": ("list all tokens", {}),
-    "revoke": ("make a token invalid", {"name": option(metavar="NAME")}),
-}
+VERBS = {"add": "name --scope --days --file", "list": "", "revoke": "name"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb, (text, arguments) in VERBS.items():
-        add(verbs.add_parser(verb, help=text), {**arguments, **STORE})
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb, arguments in VERBS.items():
+        add(verbs.add_parser(verb), f"{arguments} --store")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,19 +43,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _add_to_file(store: Store, options: argparse.Namespace) -> None:
-    """Write a new token into a new file.
-
-    Raises:
-        MatrixError: the file exists or can't be created, or the name is taken. Then there is no new token, and no new file.
-    """
+    """Write a new token into a new file. If the name is taken or the file can't be created, there is neither."""
     try:
-        options.file.touch(0o600, exist_ok=False)
+        with open(options.file, "x", opener=partial(os.open, mode=0o600)) as file:
+            print(tokens.add(store, options.name, options.scope, options.days), file=file)
     except OSError as error:
         raise MatrixError(f"--file {options.file} can't be created: {error.strerror}") from None
-    try:
-        secret = tokens.add(store, options.name, options.scope, options.days)
-        options.file.write_text(f"{secret}\n", encoding="utf-8")
-    except BaseException:
+    except MatrixError:
         options.file.unlink()
         raise
     print(f"{options.name}: {options.file}")
@@ -81,9 +60,7 @@ def _list(store: Store) -> None:
     table = Table("name", "scopes", "state", "made", "used", box=None, pad_edge=False, header_style="")
     for one in tokens.every(store):
         state = (
-            "valid"
-            if one.expires is None
-            else f"{'valid until' if now < one.expires else 'expired'} {one.expires:%Y-%m-%d}"
+            f"{'valid until' if now < one.expires else 'expired'} {one.expires:%Y-%m-%d}" if one.expires else "valid"
         )
         state = f"revoked {one.revoked:%Y-%m-%d}" if one.revoked else state
         used = f"{one.used:%Y-%m-%d %H:%M}" if one.used else "never"

@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,11 +27,11 @@ from ..atlas import command as atlas_command
 from ..atlas.index import Index, reason
 from ..atlas.releases import covered, installable
 from ..atlas.upstream import SEAMS
-from ..axes import Axes, Packages, cover
+from ..axes import Axes, Packages, cover, load
 from ..cells import Cell
 from ..errors import MatrixError
-from ..expressions import Expression, release
-from ..options import axes_of, execute, executor_of, jobs_of, new_run
+from ..expressions import Expression, is_release, release
+from ..jobs import execute, executor_of, jobs_of, new_run
 from ..pins import project_requirements
 from ..results import ENDED
 from ..store import State, Store
@@ -43,23 +44,19 @@ DISTRIBUTIONS = ("transformers", "torch", "flash-attn-4", "flash-attn", "liger-k
 
 #: Releases by distribution, oldest first.
 Releases = Mapping[str, Sequence[Version]]
-#: Whether a new release affects a cell.
-Touches = Callable[[Cell], bool]
+#: The differences between the new releases and what the shims expect, and the error if the atlas couldn't be made.
+Atlas = tuple[list[dict[str, Any]], str | None]
 
 
 def run(options: argparse.Namespace) -> int:
     """Look for new releases; returns the exit code."""
-    axes = axes_of(options)
+    axes = load(options.axes)
     only = Expression(options.only, axes.own) if options.only is not None else None
-    console = Console(highlight=False)
-
-    def note(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
-
+    note = partial(Console(highlight=False).print, markup=False, soft_wrap=True)
     with Store.open(options.store) as store:
         index = Index()
         there = on_index(index, [*DISTRIBUTIONS, *axes.distributions.values()], note)
-        new = unseen(store, there, note, learn=not options.dry_run)
+        new = unseen(store, there, note)
         if not new:
             note("no release is new")
             return 0
@@ -67,21 +64,23 @@ def run(options: argparse.Namespace) -> int:
             note(f"{distribution}: {', '.join(map(str, versions))} came out")
         extended, touches = touched(axes, new, note)
         cells = [cell for cell in extended.cells if touches(cell) and (only is None or only(cell))]
-        plan = {options.suite: cover(cells) if options.pairwise else cells}
+        plan = {"default": cover(cells) if options.pairwise else cells}
         for suite, some in suites(extended, cells, new).items():
             plan.setdefault(suite, some)
-        if options.dry_run:
-            for suite, some in plan.items():
-                for cell in some:
-                    print(cell if suite == options.suite else f"{cell} --suite {suite}")
-            return 0
-        wrong, no_atlas = read_atlas(store, index, new)
+        refused = {cell: why for cell, why in extended.excluded(options.only).items() if touches(cell)}
+        label, text = f"watch {_named(new)}", f"# With {_named(new)}.\n{axes.path.read_text(encoding='utf-8')}"
+        atlas = read_atlas(store, index, new)
         reports = []
         for suite, some in plan.items():
             before = states(store, suite)
-            made = _run(options, extended, some, suite, store, new, touches, console) if some else None
-            reports.append(report(store, suite, made, before, new, wrong, no_atlas))
-            wrong, no_atlas = [], None  # reported once
+            made = None
+            if some:
+                options = _of_suite(options, suite)
+                jobs = jobs_of(options, extended, some, {})
+                made = new_run(options, store, extended, some, excluded=refused, axes=text, label=label)
+                execute(made, jobs, store, executor_of(options, ray=False))
+            reports.append(report(store, suite, made, before, new, atlas))
+            atlas = [], None  # reported once
         for one in reports:
             keep(store, NEWS, json.dumps(one))
         for distribution in new:  # only now: after an interruption they are still new
@@ -94,11 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def on_index(index: Index, distributions: Iterable[str], note: Callable[[str], None]) -> dict[str, list[Version]]:
-    """The releases from which an installer would choose; pre-releases only if a distribution has nothing else.
-
-    Raises:
-        MatrixError: no index can be reached, or none has any of the distributions.
-    """
+    """The releases from which an installer would choose; pre-releases only if a distribution has nothing else."""
     found, problems = {}, []
     for distribution in dict.fromkeys(distributions):
         try:
@@ -106,73 +101,60 @@ def on_index(index: Index, distributions: Iterable[str], note: Callable[[str], N
         except MatrixError as error:
             note(str(error))
             problems.append(error)
-            continue
-        there = (version for version, some in files.items() if not all(file.yanked for file in some))
-        found[distribution] = installable(files) or sorted(there)
+        else:
+            found[distribution] = installable(files) or installable(files, pre_releases=True)
     if not found:
         raise problems[0]
     return found
 
 
-def unseen(store: Store, there: Releases, note: Callable[[str], None], *, learn: bool) -> dict[str, list[Version]]:
-    """The newest patch of each minor release that the store hasn't seen. Of a distribution that it doesn't know, nothing is new.
-
-    Args:
-        learn: whether the releases of a distribution that the store doesn't know are stored as seen.
-    """
+def unseen(store: Store, there: Releases, note: Callable[[str], None]) -> dict[str, list[Version]]:
+    """The newest patch of each minor release that the store hasn't seen. It learns those of a distribution that it doesn't know."""
     found = {}
     for distribution, versions in there.items():
         known = seen(store, distribution)
-        newest = {version.release[:2]: version for version in versions if str(version) not in known}
-        if known and newest:
-            found[distribution] = sorted(newest.values())
-        elif not known:
+        if not known:
             last = f", the newest {versions[-1]}" if versions else ""
             note(f"{distribution}: {plural(len(versions), 'release')}, seen for the first time{last}")
-            see(store, distribution, map(str, versions if learn else ()))
+            see(store, distribution, map(str, versions))
+        elif newest := {version.release[:2]: version for version in versions if str(version) not in known}:
+            found[distribution] = sorted(newest.values())
     return found
 
 
-def touched(axes: Axes, new: Releases, note: Callable[[str], None]) -> tuple[Axes, Touches]:
+def touched(axes: Axes, new: Releases, note: Callable[[str], None]) -> tuple[Axes, Callable[[Cell], bool]]:
     """The axes extended by the new releases, and a predicate for the cells that these affect.
 
     A release of an axis' distribution becomes a value of that axis; another one a requirement of the cells that require it.
     """
     tables = [table.model_dump(exclude_unset=True) for table in axes.axes]
-    known = {canonicalize_name(axis): axis for axis in ("transformers", "torch", *axes.distributions)}
-    packages = [*axes.packages]
-    touches: list[Touches] = []
-    everywhere = {canonicalize_name(one.name) for one in project_requirements(axes)}
+    axis_of = {name: axis for axis, name in axes.distributions.items()}
+    fresh: set[tuple[str, str]] = set()
+    exactly: list[Packages] = []
     for distribution, versions in new.items():
-        axis = known.get(canonicalize_name(distribution))
-        having = [table for table in tables if axis in table]
-        if axis is not None and having:
-            for version in versions:
-                try:
-                    release(str(version))
-                except MatrixError:
+        axis = axis_of.get(distribution, "")
+        if having := [table for table in tables if axis in table]:
+            for version in map(str, versions):
+                if not is_release(version):
                     note(f"{distribution} {version} can't be a value of an axis, and is left out")
                     continue
+                fresh.add((axis, version))
                 for table in having:
-                    table[axis] = [*dict.fromkeys([*table[axis], str(version)])]
-                touches.append(lambda cell, axis=axis, value=str(version): cell.axes.get(axis) == value)  # type: ignore[misc]
+                    table[axis] = [*dict.fromkeys([*table[axis], version])]
             continue
+        wanted = f"{distribution}=={versions[-1]}"
+        project = [Packages(requires=[str(one)]) for one in project_requirements(axes)]
         users = [
-            entry
-            for entry in axes.packages
-            if any(distribution == canonicalize_name(Requirement(one).name) for one in entry.requires)
+            entry.model_copy(update={"requires": [wanted]})
+            for entry in (*axes.packages, *project)
+            if distribution in [str(canonicalize_name(Requirement(one).name)) for one in entry.requires]
         ]
-        if distribution in everywhere:
-            users.append(Packages(requires=[distribution]))
         if not users:
             note(f"{distribution} {versions[-1]}: no cell of {axes.path.name} requires it")
-        packages += [
-            Packages(requires=[f"{distribution}=={versions[-1]}"], part=entry.part, when=entry.when) for entry in users
-        ]
-        touches += [entry.holds for entry in users]
+        exactly += users
     fields = {name: getattr(axes, name) for name in Axes.model_fields}
-    extended = Axes.model_validate({**fields, "axes": tables, "packages": packages})
-    return extended, lambda cell: any(touch(cell) for touch in touches)
+    extended = Axes.model_validate({**fields, "axes": tables, "packages": [*axes.packages, *exactly]})
+    return extended, lambda cell: bool(fresh & cell.axes.items()) or any(entry.holds(cell) for entry in exactly)
 
 
 def suites(axes: Axes, cells: Sequence[Cell], new: Releases) -> dict[str, list[Cell]]:
@@ -187,12 +169,8 @@ def suites(axes: Axes, cells: Sequence[Cell], new: Releases) -> dict[str, list[C
     return {suite: [*last.values()] for suite, last in found.items()}
 
 
-def read_atlas(store: Store, index: Index, new: Releases) -> tuple[list[dict[str, Any]], str | None]:
-    """Scan the new releases, and the releases that the installed shims claim, and store the result as the atlas.
-
-    Returns:
-        The differences between the new releases and what the shims expect, and the error if the atlas couldn't be made.
-    """
+def read_atlas(store: Store, index: Index, new: Releases) -> Atlas:
+    """Scan the new releases, and the releases that the installed shims claim, and store the result as the atlas."""
     claimed: dict[str, list[str]] = {}
     for shim in discover()[0]:
         claimed.setdefault(shim.distribution, []).append(shim.versions)
@@ -202,7 +180,7 @@ def read_atlas(store: Store, index: Index, new: Releases) -> tuple[list[dict[str
             if distribution in claimed or distribution in new:
                 known = covered(distribution, claimed.get(distribution, ()), index.files(distribution))
                 versions = sorted({one.version for one in known}.union(new.get(distribution, ())))
-                words += [f"--{distribution}", ",".join(map(str, versions))] if versions else []
+                words += [f"--{distribution}", ",".join(map(str, versions))]
         parser = argparse.ArgumentParser()
         atlas_command.add_arguments(parser)
         with redirect_stdout(io.StringIO()) as printed:
@@ -216,80 +194,46 @@ def read_atlas(store: Store, index: Index, new: Releases) -> tuple[list[dict[str
 
 def states(store: Store, suite: str) -> dict[Cell, State]:
     """The newest state of each cell that has ended in a suite."""
-    found = dict(store.current())
+    found = store.current()
     if suite != "default":  # its runs are partial, and so never a cell's newest
         own_runs = {cell: (past for past in store.history(cell) if past.run.suite == suite) for cell in found}
         found = {cell: past for cell, some in own_runs.items() if (past := next(some, None))}
     return {cell: past.summary.state for cell, past in found.items() if past.summary.verdict in ENDED}
 
 
-def _run(
-    options: argparse.Namespace,
-    axes: Axes,
-    cells: list[Cell],
-    suite: str,
-    store: Store,
-    new: Releases,
-    touches: Touches,
-    console: Console,
-) -> str:
-    # Not the command as typed: addresses may contain secrets, and this is public.
+def _of_suite(options: argparse.Namespace, suite: str) -> argparse.Namespace:
+    """The options of a run. Its words aren't the command as typed: addresses may contain secrets, and they are public."""
     words = ["watch", *(["--only", options.only] if options.only else [])]
     words += ["--suite", suite] if suite != "default" else []
-    arguments = options.pytest if suite == options.suite else []
-    changed = {"latest": True, "suite": suite, "pytest": arguments, "no_fork": False, "words": words}
-    options = argparse.Namespace(**{**vars(options), **changed})
-    jobs = jobs_of(options, axes, cells, {})
-    run = new_run(
-        options,
-        store,
-        axes,
-        cells,
-        excluded={cell: why for cell, why in axes.excluded(options.only).items() if touches(cell)},
-        axes=f"# With {_named(new)}.\n{axes.path.read_text(encoding='utf-8')}",
-        label=f"watch {_named(new)}",
-    )
-    execute(run, jobs, store, executor_of(options, ray=False), console)
-    return run
+    more = {"latest": True, "suite": suite, "pytest": [], "no_fork": False, "words": words}
+    return argparse.Namespace(**{**vars(options), **more})
 
 
 def report(
-    store: Store,
-    suite: str,
-    run: str | None,
-    before: Mapping[Cell, State],
-    new: Releases,
-    disagreements: list[dict[str, Any]],
-    no_atlas: str | None,
+    store: Store, suite: str, run: str | None, before: Mapping[Cell, State], new: Releases, atlas: Atlas
 ) -> dict[str, Any]:
     """The report on new releases, as it is stored for the feed and sent to the webhook.
 
-    Args:
-        run: the run of the cells in this suite; None if no cell is affected.
-        before: the states of cells before it. A cell that had failed, or that has failed with the release before, didn't break.
+    A cell that had failed before the run, or that has failed with the release before, didn't break.
     """
-    summaries = store.summary(run) if run else {}
-    failed = []
+    disagreements, no_atlas = atlas
+    summaries = {cell: one for cell, one in store.summary(run).items() if one.state != "excluded"} if run else {}
+    failed: list[dict[str, Any]] = []
     for cell, summary in summaries.items():
         if summary.state == "failed":
             older = cell if cell in before else _older(cell, new, before)
             broke = older is None or before[older] != "failed"
-            name = older.name if older else None
-            why = one_line(summary.reason, 500)
+            name, why = older and older.name, one_line(summary.reason, 500)
             failed.append({"cell": cell.name, "kind": summary.kind, "reason": why, "before": name, "broke": broke})
     passed = sum(summary.state == "passed" for summary in summaries.values())
-    count = len([summary for summary in summaries.values() if summary.state != "excluded"])
-    broken = [one for one in failed if one["broke"]]
-    wrong = [one for one in disagreements if one["certain"]]
-    if not count:
-        said = "no cell is affected"
-    elif broken:
-        said = f"{len(broken)} of {plural(count, 'cell')} broke"
-    else:
-        said = f"no cell broke, {passed} of {count} passed"
-    said += f", {plural(len(wrong), 'seam')} unlike what shims expect" if wrong else ""
+    broken = sum(one["broke"] for one in failed)
+    wrong = sum(one["certain"] for one in disagreements)
+    cells = plural(len(summaries), "cell")
+    said = f"{broken} of {cells} broke" if broken else f"no cell broke, {passed} of {len(summaries)} passed"
+    said = said if summaries else "no cell is affected"
+    said += f", {plural(wrong, 'seam')} unlike what shims expect" if wrong else ""
     title = f"{_named(new)}{f' ({suite})' if suite != 'default' else ''}: {said}"
-    lines = [f"{title}.", *([f"The atlas couldn't be created: {no_atlas}"] if no_atlas else [])]
+    lines = [f"{title}."] + ([f"The atlas couldn't be created: {no_atlas}"] if no_atlas else [])
     for one in disagreements:
         sure = "" if one["certain"] else " (uncertain from the source)"
         found = f"expected {one['expected']}, found {one['found']}{sure}"
@@ -304,7 +248,7 @@ def report(
         "releases": {distribution: [*map(str, versions)] for distribution, versions in new.items()},
         "suite": suite,
         "run": run,
-        "cells": count,
+        "cells": len(summaries),
         "passed": passed,
         "failed": failed,
         "disagreements": disagreements,

@@ -28,8 +28,6 @@ ALL = "all"
 #: The filters by their parameters. The last four are the fields of the form; those of a project's own axes follow them.
 NAMES = ("flash_attention", "device", "python", "only", "state", "run", "tf", "pt", "fa", "py")
 
-_LONGEST = 500
-
 #: The fields of the form, by the axis that they are about: the parameter, the label and an example.
 FIELDS = {
     "transformers": ("tf", "transformers", "5.9.1"),
@@ -60,10 +58,7 @@ CLOSENESS: Mapping[Closeness, str] = {
 
 
 def read(given: Iterable[tuple[str, str]], own: Iterable[str] = ()) -> dict[str, str]:
-    """Every filter with its value in the parameters of an address; an empty one stands for the default.
-
-    Args:
-        own: the project's own axes.
+    """Every filter, those of a project's own axes included, with its value in an address; an empty one stands for the default.
 
     Raises:
         MatrixError: a parameter is unknown or repeated, or a state or an expression is invalid.
@@ -74,8 +69,8 @@ def read(given: Iterable[tuple[str, str]], own: Iterable[str] = ()) -> dict[str,
             raise MatrixError(f"{name!r} isn't a filter; the filters are {', '.join(filters)}")
         if filters[name]:
             raise MatrixError(f"{name} is given twice")
-        if len(value) > _LONGEST:
-            raise MatrixError(f"{name} is longer than {_LONGEST} characters")
+        if len(value) > 500:
+            raise MatrixError(f"{name} is longer than 500 characters")
         filters[name] = value.strip()
     if filters["state"] and filters["state"] not in STATES:
         raise MatrixError(f"{filters['state']!r} isn't a state; the states are {', '.join(STATES)}")
@@ -95,11 +90,7 @@ def fields(own: Mapping[str, str] = {}) -> dict[str, tuple[str, str, str]]:
 
 
 def asked(filters: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """The combination in the parameters of the form.
-
-    Raises:
-        MatrixError: an axis never has such a value.
-    """
+    """The combination in the parameters of the form."""
     return wanted({axis: filters[name] or None for axis, (name, *_) in fields(own).items()})
 
 

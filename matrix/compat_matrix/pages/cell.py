@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..cells import Cell
-from ..results import CellResult
 from ..store import Past, Store
+from ..store.submissions import Running
 from ..views import common, explain
 from . import logs
 from .grid import entry
@@ -19,37 +19,34 @@ HISTORY, _REPORTS = 20, 200
 def values(
     store: Store,
     cell: Cell,
-    found: CellResult | None,
     past: Past | None,
     history: Sequence[Past],
-    *,
-    activity: str = "",
+    leased: Sequence[Running] = (),
     excluded: str = "",
 ) -> dict[str, Any]:
-    """The values of the template.
+    """The values of the template, for a result or a cell without one.
 
     Args:
-        found: the result that the page is about; None if the cell has none.
-        past: the same in its run, or the plan of a cell without a result.
         history: the newest entries of the cell's history; one more than `HISTORY` if there are older ones.
-        activity: ``running`` or ``waiting``.
-        excluded: why the axes exclude the cell.
     """
+    found = store.result(past.run.id, cell, past.summary.attempt, log=False) if past else None
+    shown = past or explain.plan_of(store, cell)
     made = {
         "cell": cell,
-        "entry": entry(past, "" if found else activity, excluded),
-        "activity": activity,
-        "past": past,
+        "entry": entry(shown, bool(leased) and not found, excluded),
+        "leased": leased,
+        "past": shown,
         "found": found,
         "history": [(one, entry(one)) for one in history[:HISTORY]],
         "newest": history[0] if history else None,
         "older": len(history) > HISTORY,
-        "reproduce": common.reproduce(cell, past.run if past else None),
+        "reproduce": common.reproduce(cell, shown.run if shown else None),
     }
     if found is None or past is None:
         return made
     failed = explain.alike(one for one in found.tests if one.bad)
     python = found.environment.get("python")
+    packed = logs.packed_log(store, past.run.id, cell, found.attempt)
     return made | {
         "failed": [(_error(lines), some) for lines, some in failed[:_REPORTS]],
         "failed_more": [one for _, some in failed[_REPORTS:] for one in some],
@@ -58,11 +55,11 @@ def values(
         "facts": explain.facts(found.environment),
         "packages": explain.packages_of(found),
         "shims": explain.shims(found.environment),
-        "log": logs.end(packed) if (packed := logs.packed_log(store, past.run.id, cell, found.attempt)) else None,
+        "log": logs.end(packed) if packed else None,
         "shortened": logs.shortened,
     }
 
 
 def _error(lines: Sequence[str]) -> str:
-    """The error of a report, with its numbers."""
+    """The error lines of a report without pytest's mark."""
     return "\n".join(line[1:].strip() if line.startswith("E ") else line for line in lines)

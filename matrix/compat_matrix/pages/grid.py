@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from ..cells import AXES, Cell
 from ..errors import MatrixError
@@ -19,28 +19,27 @@ _SHORT = {"none": "no FA", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "torch": "t
 Facet = tuple[str, str, str]
 Filters = Mapping[str, str]
 
+T = TypeVar("T")
+
 
 class Entry(NamedTuple):
-    """The state of a cell.
+    """The state of a cell."""
 
-    Attributes:
-        state: one of `STATES`.
-        word: the word in the grid, such as how it failed.
-        activity: ``running`` or ``waiting`` if a newer result is on its way.
-        past: its newest result or plan; None if no run has planned it.
-        reason: why it failed, wasn't run or is excluded.
-    """
-
-    state: str
-    word: str
-    activity: str
-    past: Past | None
-    reason: str
+    state: str  # one of `STATES`
+    word: str  # in the grid, such as how it failed
+    running: bool  # it runs now
+    past: Past | None  # its newest result or plan; None if no run has planned it
+    reason: str  # why it failed, wasn't run or is excluded
 
     @property
     def verdict(self) -> str | None:
         """The verdict of its result."""
         return self.past.summary.verdict if self.past else None
+
+    @property
+    def states(self) -> set[str]:
+        """The states that it counts for."""
+        return {self.state, "running"} if self.running else {self.state}
 
 
 class Tab(NamedTuple):
@@ -52,49 +51,30 @@ class Tab(NamedTuple):
     bad: int
 
 
-class Group(NamedTuple):
-    """Cells that are in a state for the same reason."""
-
-    state: str
-    word: str
-    reason: str
-    cells: list[Cell]
-
-
-def entry(past: Past | None, activity: str = "", excluded: str = "") -> Entry:
-    """The entry of a cell in the grid.
-
-    Args:
-        activity: ``running`` or ``waiting``, or empty.
-        excluded: the reason for which the axes exclude it.
-    """
+def entry(past: Past | None, running: bool = False, excluded: str = "") -> Entry:
+    """The entry of a cell in the grid, with the reason for which the axes exclude it, if they do."""
     if past is None:
-        if excluded:
-            return Entry("refused", "excluded", "", None, excluded)
-        return Entry(activity or "not run", activity or "never", activity, None, "")
+        state, word = ("refused", "excluded") if excluded else ("not run", "never")
+        return Entry(state, word, False, None, excluded)
     summary = past.summary
-    if summary.state == "excluded":
-        return Entry("refused", "excluded", "", past, summary.reason)
-    if summary.state == "unfinished":
-        activity = activity or ("waiting" if past.run.state == "running" else "")
-        return Entry(activity or "not run", activity or "unfinished", activity, past, "")
-    state: str = summary.state
+    state = summary.state
+    if state == "excluded":
+        return Entry("refused", "excluded", False, past, summary.reason)
+    if state == "unfinished":
+        now = "running" if running else "waiting" if past.run.state == "running" else ""
+        return Entry(now or "not run", now or "unfinished", running, past, "")
     if state == "failed":
         state = {"wrong": "wrong", "seam": "refused"}.get(summary.kind or "", state)
-    return Entry(state, common.word(summary), activity, past, "" if state == "passed" else summary.reason)
+    return Entry(state, common.word(summary), running, past, "" if state == "passed" else summary.reason)
 
 
 def of_run(run: Run, summary: Mapping[Cell, Summary], running: Collection[Cell] = ()) -> dict[Cell, Entry]:
     """The entries of a run's cells."""
-    return {cell: entry(Past(run, one), "running" if cell in running else "") for cell, one in summary.items()}
+    return {cell: entry(Past(run, one), cell in running) for cell, one in summary.items()}
 
 
 def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entry]) -> dict[str, Any]:
-    """The values of the grid on the first page.
-
-    Args:
-        filters: as `ask.read` returns them.
-        asked: the combination in the form.
+    """The values of the grid on the first page, with the filters of `ask.read` and the combination in the form.
 
     Raises:
         MatrixError: a filter has a value that no cell has.
@@ -105,14 +85,13 @@ def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entr
     yours = [minor(asked[axis]) if axis in asked else "" for axis in ("transformers", "torch")]
     facets, tabs = choose(_about(filters, asked, entries), entries)
     own = {cell: one for cell, one in entries.items() if facet(cell) in facets}
-    counts = Counter(one.state for one in own.values())
-    for activity in ("running", "waiting"):
-        counts[activity] = sum(one.activity == activity for one in own.values())
-    if filters["state"]:
-        own = {cell: one for cell, one in own.items() if filters["state"] in (one.state, one.activity)}
+    counts = Counter(state for one in own.values() for state in one.states)
+    state = filters["state"]
+    if state:
+        own = {cell: one for cell, one in own.items() if state in one.states}
 
     def exists(cell: Cell) -> bool:
-        return bool(filters["state"]) or own[cell].word != "excluded"
+        return bool(state) or own[cell].word != "excluded"
 
     return {
         "filters": filters,
@@ -125,7 +104,7 @@ def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entr
     }
 
 
-def _about(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entry]) -> Filters:
+def _about(filters: Filters, asked: Mapping[str, str], entries: Iterable[Cell]) -> Filters:
     """The filters with the FlashAttention and the Python of the question, if there are such cells and no filter says otherwise."""
     kernel, python = asked.get("flash_attention", ""), minor(asked["python"]) if "python" in asked else ""
     if not (filters["flash_attention"] or filters["device"]) and any(one.flash_attention == kernel for one in entries):
@@ -144,54 +123,50 @@ def choose(filters: Filters, entries: Mapping[Cell, Entry]) -> tuple[set[Facet],
     Raises:
         MatrixError: there is no such FlashAttention, device or Python.
     """
+    every = sorted({facet(cell) for cell in entries}, key=lambda one: common.kernel_place((*one[:2], ())))
     exist = {facet(cell) for cell, one in entries.items() if one.word != "excluded"}
     tested = {facet(cell) for cell, one in entries.items() if one.verdict}
-    bad = Counter(facet(cell) for cell, one in entries.items() if one.verdict == "failed")
+    bad = [facet(cell) for cell, one in entries.items() if one.verdict == "failed"]
     kernel, device, python = filters["flash_attention"], filters["device"], filters["python"]
-    every = sorted({facet(cell)[:2] for cell in entries}, key=lambda one: common.kernel_place((*one, ())))
     _check("flash_attention", kernel, [one[0] for one in every])
     _check("device", device, [one[1] for one in every])
-    kernels = [one for one in every if one in {key[:2] for key in exist}]
+    kernels = [*dict.fromkeys(one[:2] for one in every if one in exist)]
     if kernel or device:
         chosen = [one for one in kernels if kernel in ("", ALL, one[0]) and device in ("", ALL, one[1])]
     else:
-        chosen = [one for one in kernels if one in {key[:2] for key in tested}][:1] or kernels[:1]
-    kernel_tabs = [
-        Tab(
-            f"{_SHORT.get(one[0], one[0])} · {common.DEVICES.get(one[1], one[1])}",
-            {**filters, "flash_attention": one[0], "device": one[1], "python": ""},
-            chosen == [one],
-            sum(number for key, number in bad.items() if key[:2] == one),
-        )
-        for one in kernels
-    ]
-    own = {key for key in map(facet, entries) if key[:2] in chosen}
-    _check("python", python, common.by_version(key[2] for key in own))
-    pythons = common.by_version(key[2] for key in own & exist)[::-1]
+        chosen = [one[:2] for one in every if one in tested][:1] or kernels[:1]
+    own = {one for one in every if one[:2] in chosen}
+    _check("python", python, common.by_version(one[2] for one in own))
+    pythons = common.by_version(one[2] for one in own & exist)[::-1]
     newest = [one for one in pythons if one in {key[2] for key in own & tested}] or pythons
     some = pythons if python == ALL else [python] if python else newest[:1]
-    python_tabs = [
-        Tab(one, {**filters, "python": one}, some == [one], sum(bad[key] for key in own if key[2] == one))
-        for one in pythons
-    ]
+    kernel_tabs = {
+        one: (
+            f"{_SHORT.get(one[0], one[0])} · {common.DEVICES.get(one[1], one[1])}",
+            {**filters, "flash_attention": one[0], "device": one[1], "python": ""},
+        )
+        for one in kernels
+    }
+    python_tabs = {one: (one, {**filters, "python": one}) for one in pythons}
     all_kernels, all_pythons = {**filters, "flash_attention": ALL, "device": ""}, {**filters, "python": ALL}
     tabs = {
-        "FlashAttention and device": _with_all(kernel_tabs, all_kernels, len(chosen)),
-        "Python": _with_all(python_tabs, all_pythons, len(some)),
+        "FlashAttention and device": _tabs(kernel_tabs, all_kernels, chosen, Counter(one[:2] for one in bad)),
+        "Python": _tabs(python_tabs, all_pythons, some, Counter(one[2] for one in bad if one in own)),
     }
-    return {key for key in own if key[2] in some}, tabs
+    return {one for one in own if one[2] in some}, tabs
 
 
-def _with_all(tabs: list[Tab], filters: Filters, chosen: int) -> list[Tab]:
-    every = Tab("all", filters, chosen == len(tabs), sum(one.bad for one in tabs))
-    return [*tabs, every] if len(tabs) > 1 else tabs
+def _tabs(values: Mapping[T, tuple[str, Filters]], every: Filters, chosen: Sequence[T], bad: Counter[T]) -> list[Tab]:
+    """A tab for each value, with its name and its filters, and one for all."""
+    tabs = [Tab(name, filters, [*chosen] == [value], bad[value]) for value, (name, filters) in values.items()]
+    return [*tabs, Tab("all", every, len(chosen) == len(tabs), bad.total())] if len(tabs) > 1 else tabs
 
 
 def _check(name: str, value: str, values: Iterable[str]) -> None:
     """The value in the address must exist; if a filter leaves nothing, any value is accepted."""
-    allowed = [*dict.fromkeys(values)]
-    if value and allowed and value not in (*allowed, ALL):
-        raise MatrixError(f"there is no {name} {value!r} here: there are {', '.join((*allowed, ALL))}")
+    allowed = [*dict.fromkeys(values), ALL]
+    if value and len(allowed) > 1 and value not in allowed:
+        raise MatrixError(f"there is no {name} {value!r} here: there are {', '.join(allowed)}")
 
 
 def facet(cell: Cell) -> Facet:
@@ -199,12 +174,14 @@ def facet(cell: Cell) -> Facet:
     return cell.flash_attention, cell.device, cell.python
 
 
-def groups(own: Mapping[Cell, Entry]) -> list[Group]:
-    """The reasons for the cells' states, failures and the most frequent first; passing needs no reason."""
+def groups(own: Mapping[Cell, Entry]) -> list[tuple[str, str, str, list[Cell]]]:
+    """The reasons for the cells' states, failures and the most frequent first: state, word, reason and cells. Passing needs none."""
+    states = [*STATES]
     found: dict[tuple[bool, int, str, str], list[Cell]] = {}
     for cell in common.ordered(cell for cell, one in own.items() if one.reason):
         one = own[cell]
-        place = (one.verdict != "failed", [*STATES].index(one.state))
-        found.setdefault((*place, one.word.split(" ")[0], common.one_line(one.reason)), []).append(cell)
+        word = "test" if one.word.startswith("test ") else one.word
+        key = (one.verdict != "failed", states.index(one.state), word, common.one_line(one.reason))
+        found.setdefault(key, []).append(cell)
     order = sorted(found.items(), key=lambda item: (*item[0][:2], -len(item[1]), *item[0]))
-    return [Group([*STATES][place], word, reason, cells) for (_, place, word, reason), cells in order]
+    return [(states[place], word, reason, cells) for (_, place, word, reason), cells in order]

@@ -13,10 +13,9 @@ _TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 class Links:
-    """The addresses of pages: those of a service, or the files of a report.
+    """The addresses of pages: those of a service, below the path of a proxy; or the files of a report, below the way to its folder.
 
     Args:
-        root: the path at which a proxy serves the service, such as /matrix; or the way from a page to the report's folder.
         report: the file of each address; None for a service.
     """
 

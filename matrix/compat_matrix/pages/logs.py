@@ -10,7 +10,7 @@ from sqlalchemy import LargeBinary, select, type_coerce
 
 from ..cells import Cell
 from ..store import Store, queries
-from ..store.models import LOG, RESULT
+from ..store.models import LOG
 from ..views import common
 
 #: The number of bytes at the end of a log that a page shows.
@@ -21,9 +21,10 @@ _PIECE = 64 * 2**10
 
 def packed_log(store: Store, run: str, cell: Cell, attempt: int | None) -> bytes | None:
     """A log as it is stored; None if there is none."""
-    query = select(type_coerce(LOG.c.content, LargeBinary)).join(RESULT, RESULT.c.id == LOG.c.result_id)
+    query = select(type_coerce(LOG.c.content, LargeBinary))
+    query = query.where(LOG.c.result_id == queries.result_key(run, cell, attempt))
     with store.reading() as connection:
-        found: bytes | None = connection.scalar(queries.of_cell(query, run, cell, attempt))
+        found: bytes | None = connection.scalar(query)
     return found
 
 

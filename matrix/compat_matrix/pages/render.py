@@ -29,10 +29,9 @@ def project_name(axes: Axes | None) -> str:
     if axes is None:
         return NAME
     try:
-        project = tomli.loads(Path(axes.folder, "pyproject.toml").read_text(encoding="utf-8")).get("project")
-    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError):
+        name = tomli.loads(Path(axes.folder, "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+    except (OSError, ValueError, LookupError, TypeError):  # the axes don't need it
         return NAME
-    name = project.get("name") if isinstance(project, dict) else None
     return name if isinstance(name, str) and name else NAME
 
 
@@ -53,25 +52,12 @@ def environment() -> Environment:
         undefined=StrictUndefined,
         finalize=_fit,
     )
-    made.filters |= {
-        "moment": common.moment,
-        "duration": common.duration,
-        "counted": common.counted,
-        "dashed": lambda text: text.replace(" ", "-"),
-        "plural": plural,
-        "shell": shlex.join,
-    }
-    made.globals |= {
-        "entry_of": lambda run, summary: entry(Past(run, summary)),
-        "kernel_name": common.kernel_name,
-        "label_of": _label,
-        "one_line": common.one_line,
-        "SIGNS": ask.STATES,
-        "FIELDS": ask.FIELDS,
-        "HEADLINES": ask.HEADLINES,
-        "CLOSENESS": ask.CLOSENESS,
-        "KERNELS": common.KERNELS,
-    }
+    made.filters |= {one.__name__: one for one in (common.moment, common.duration, common.counted, plural)}
+    made.filters["shell"] = shlex.join
+    made.globals |= {"one_line": common.one_line, "kernel_name": common.kernel_name, "KERNELS": common.KERNELS}
+    made.globals |= {"SIGNS": ask.STATES, "FIELDS": ask.FIELDS}
+    made.globals |= {"HEADLINES": ask.HEADLINES, "CLOSENESS": ask.CLOSENESS}
+    made.globals |= {"label_of": _label, "entry_of": lambda run, summary: entry(Past(run, summary))}
     return made
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
-from ..axes import load
+from ..axes import axes_in, load
+from ..cells import Cell
 from ..errors import MatrixError
-from ..options import axes_in
-from ..store import Newest, Store
+from ..store import Newest, Past, Store
 from ..views import architectures, common
 from ..views.verdicts import ORDER, Tested, in_order
-from ..views.verdicts import newest as newest_of
 from . import ask, grid, runs, seams
 from . import cell as cell_page
 from .links import Links, file_name, static_files
@@ -25,25 +26,27 @@ from .render import NAME, project_name, render
 #: The file that marks a folder as a report and lists its files.
 MANIFEST = ".kernel-compat-matrix-report"
 
-#: The files of the templates that only a service needs.
-_OF_SERVICE = ("htmx-4.0.1.min.js",)
+
+class _Page(NamedTuple):
+    """A page that a service shows at these addresses, and a report has as a file."""
+
+    file: str
+    template: str
+    addresses: list[str]
+    values: Callable[[], Mapping[str, Any]]
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the site and print the path of its first page; returns the exit code."""
-    project = project_name(load(arguments.axes)) if arguments.axes else _project_here()
+    project = NAME
+    with suppress(*([] if arguments.axes else [MatrixError])):  # a report needs no axes file
+        if path := arguments.axes or axes_in(Path()):
+            project = project_name(load(path))
     with common.open_store(arguments.store) as store:
         names = arguments.runs and [store.resolve(name) for name in arguments.runs]
         write(store, arguments.folder, names, project)
     print(Path(arguments.folder, "index.html"))
     return 0
-
-
-def _project_here() -> str:
-    """The name of the project whose axes file is in this folder, if there is one that can be read."""
-    with suppress(MatrixError):
-        return project_name(load(path)) if (path := axes_in(Path())) else NAME
-    return NAME
 
 
 def write(store: Store, folder: Path, runs: Sequence[str] | None = None, project: str = NAME) -> None:
@@ -58,7 +61,7 @@ def write(store: Store, folder: Path, runs: Sequence[str] | None = None, project
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
             made, old, names = Path(beside, "new"), Path(beside, "old"), [MANIFEST]
-            for name, text in _Report(store, runs, project).files():
+            for name, text in _Report(store, runs).files(project):
                 (made / name).parent.mkdir(parents=True, exist_ok=True)
                 (made / name).write_text(text, encoding="utf-8")
                 names.append(name)
@@ -89,92 +92,75 @@ def _refuse_others(folder: Path) -> None:
 
 
 class _Report:
-    """The pages of a service, as files. `at` has the file of each address that has one."""
+    """The pages of a service, as files."""
 
-    def __init__(self, store: Store, names: Sequence[str] | None, project: str) -> None:
-        self.store, self.project, self.address = store, project, Links()
-        self.newest = newest_of(store, names)
+    def __init__(self, store: Store, names: Sequence[str] | None) -> None:
+        self.store, self.newest, self.address = store, sorted(store.newest(names)), Links()
         self.runs = [one for one in store.runs() if (not one.partial if names is None else one.whole in names)]
-        self.compared = runs.last_two(store, self.runs)
-        self.seams = seams.values(store)
         self.entries = {one.cell: grid.entry(one.past) for one in self.newest}
-        self.ended = [one for one in self.newest if one.past.summary.verdict is not None]
         self.own = ask.own_axes(self.entries)
-        self.grids, self.at = self._grids()
-        self.at |= self._addresses()
 
-    def _grids(self) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-        """The filters of each grid by its file, and the files by the addresses that lead to one."""
-        every = ask.read([], self.own)
-        facets = {grid.facet(cell) for cell, one in self.entries.items() if one.word != "excluded"}
-        default = grid.choose(every, self.entries)[0]
-        files = {one: "index.html" if default == {one} else file_name("grid-", "-".join(one)) for one in facets}
-        grids, at = {"index.html": every}, {self.address(): "index.html"}
-        for one, name in files.items():
-            only = every | dict(zip(("flash_attention", "device", "python"), one, strict=True))
-            grids.setdefault(name, only)
-            at[self.address(**only)] = name
-        for shown in grids.values():
-            for tab in (tab for some in grid.choose(shown, self.entries)[1].values() for tab in some):
-                if (address := self.address(**tab.filters)) not in at:
-                    chosen = [*grid.choose(tab.filters, self.entries)[0]]
-                    if len(chosen) == 1:
-                        at[address] = files[chosen[0]]
-        return grids, at
-
-    def _addresses(self) -> Iterator[tuple[str, str]]:
-        for page in ("runs", "diff", "types"):
-            yield self.address(page), f"{page}.html"
-        for one in self.runs:
-            yield self.address("runs", one.id), file_name("runs/", one.id)
-        old, new = self.compared
-        if old and new:
-            yield self.address("runs", f"{old.id}...{new.id}"), "diff.html"
-        for number, name in enumerate(filter(None, self.seams)):
-            file = file_name("seams-", name) if number else "seams.html"
-            yield self.address("seams", distribution=name), file
-            if not number:
-                yield self.address("seams"), file
-        for cell, past, _ in self.ended:
-            file = file_name("cells/", cell.name)
-            yield self.address("cells", cell.name), file
-            yield self.address("cells", cell.name, run=past.run.id, attempt=past.summary.attempt), file
-            for part in (part for part in self.runs if part.whole == past.run.whole):
-                yield self.address("cells", cell.name, run=part.id), file
-
-    def files(self) -> Iterator[tuple[str, str]]:
+    def files(self, project: str) -> Iterator[tuple[str, str]]:
         """The name and the content of each file."""
+        pages = [*self._grids(), *self._others()]
+        at = {address: page.file for page in pages for address in page.addresses}
         for name, (content, _) in static_files().items():
-            if name not in _OF_SERVICE:
+            if not name.startswith("htmx"):  # only a service needs it
                 yield name, content.decode()
-        yield "answers.js", answers(self.newest, Links("", self.at))
-        newest = self.runs[0] if self.runs else None
-        home = {"newest": newest, "before": newest and runs.before(newest, self.runs), "fields": ask.fields(self.own)}
-        for name, chosen in self.grids.items():
-            shown = grid.home(chosen, {}, self.entries)
-            yield self._page(name, "home.html", {**home, **shown, "answer": None, "run": None, "active": False})
-        totals = self.store.totals(one.id for one in self.runs)
-        yield self._page("runs.html", "runs.html", {"runs": self.runs, "totals": totals, "more": False, "before": ""})
-        for number, one in enumerate(self.runs):
-            shown = runs.of_one(one, self.store.summary(one.id), self.runs[number + 1 :])
-            yield self._page(file_name("runs/", one.id), "run.html", {**shown, "leased": (), "can": ""})
-        yield self._page("diff.html", "diff.html", runs.changes(self.store, *self.compared))
-        for name, shown in self.seams.items():
+        yield "answers.js", answers(self.newest, Links("", at))
+        for page in pages:
+            links = Links("../" * page.file.count("/"), at)
+            yield page.file, render(page.template, links, project, **page.values())
+
+    def _grids(self) -> Iterable[_Page]:
+        """The grid of each facet, found by following the tabs from the first page on."""
+        todo: list[Mapping[str, str]] = [ask.read([], self.own)]
+        default, _ = grid.choose(todo[0], self.entries)
+        pages: dict[str, _Page] = {}
+        seen = set()
+        for filters in todo:
+            address = self.address(**filters)
+            chosen, tabs = grid.choose(filters, self.entries)
+            if address in seen or len(chosen) > 1:
+                continue
+            seen.add(address)
+            file = "index.html" if chosen == default else file_name("grid-", "-".join(*chosen))
+            pages.setdefault(file, _Page(file, "home.html", [], partial(self._home, filters)))
+            pages[file].addresses.append(address)
+            todo += [tab.filters for some in tabs.values() for tab in some]
+        return pages.values()
+
+    def _home(self, filters: Mapping[str, str]) -> dict[str, Any]:
+        fixed = {"fields": ask.fields(self.own), "answer": None, "run": None, "active": False}
+        return grid.home(filters, {}, self.entries) | runs.newest(self.runs) | fixed
+
+    def _others(self) -> Iterator[_Page]:
+        store, address = self.store, self.address
+        totals = store.totals(one.id for one in self.runs)
+        values: Callable[[], Mapping[str, Any]] = partial(dict, runs=self.runs, totals=totals, more=False, before="")
+        yield _Page("runs.html", "runs.html", [address("runs")], values)
+        for number, run in enumerate(self.runs):
+            values = partial(runs.of_one, store, run, self.runs[number + 1 :])
+            yield _Page(file_name("runs/", run.id), "run.html", [address("runs", run.id)], values)
+        two = runs.last_two(store, self.runs)
+        between = [address("runs", f"{two[0].id}...{two[1].id}")] if two else []
+        yield _Page("diff.html", "diff.html", [address("diff"), *between], partial(runs.changes, store, two))
+        for number, (name, shown) in enumerate(seams.values(store).items()):
             if name:
-                yield self._page(self.at[self.address("seams", distribution=name)], "seams.html", shown)
-        yield self._page("types.html", "types.html", architectures.values())
-        for found in self.ended:
-            yield self._page(file_name("cells/", found.cell.name), "cell.html", self._cell(found))
+                file = file_name("seams-", name) if number else "seams.html"
+                addresses = [address("seams", distribution=name), *([] if number else [address("seams")])]
+                yield _Page(file, "seams.html", addresses, partial(dict, shown))
+        yield _Page("types.html", "types.html", [address("types")], architectures.values)
+        for cell, past, _ in self.newest:
+            if past.summary.verdict is not None:
+                parts = [one.id for one in self.runs if one.whole == past.run.whole]
+                addresses = [address("cells", cell.name, run=one) for one in ("", *parts)]
+                addresses.append(address("cells", cell.name, run=past.run.id, attempt=past.summary.attempt))
+                yield _Page(file_name("cells/", cell.name), "cell.html", addresses, partial(self._cell, cell, past))
 
-    def _page(self, name: str, template: str, values: Mapping[str, object]) -> tuple[str, str]:
-        links = Links("../" * name.count("/"), self.at)
-        return name, render(template, links, self.project, **values)
-
-    def _cell(self, found: Newest) -> dict[str, object]:
-        past, cell = found.past, found.cell
-        result = self.store.result(past.run.id, cell, past.summary.attempt, log=False)
+    def _cell(self, cell: Cell, past: Past) -> dict[str, Any]:
         history = [one for one in self.store.history(cell) if one.run in self.runs]
-        return cell_page.values(self.store, cell, result, past, history)
+        return cell_page.values(self.store, cell, past, history)
 
 
 def answers(newest: Sequence[Newest], links: Links) -> str:
@@ -199,8 +185,6 @@ def _tested(one: Tested, links: Links) -> Mapping[str, object]:
     }
     if not one.ended:
         return found
-    return found | {
-        "began": one.started and one.started.isoformat(),
-        "exact": {axis: one[axis] for axis in (*ORDER, *one.extra)},
-        "html": render("evidence.html", links, "", one=one),
-    }
+    exact = {axis: one[axis] for axis in (*ORDER, *one.extra)}
+    began = one.started and one.started.isoformat()
+    return found | {"began": began, "exact": exact, "html": render("evidence.html", links, "", one=one)}

@@ -1,13 +1,14 @@
-"""The pages of runs: the list, one run, and the changes between two."""
+"""The pages of runs: one run, and the changes between two."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..cells import Cell
-from ..store import Run, Store, Summary
+from ..store import Run, Store
+from ..store.submissions import Running
 from ..views import diff
 from . import grid
 
@@ -16,42 +17,39 @@ SEARCHED = 50
 
 
 def of_one(
-    run: Run, summary: Mapping[Cell, Summary], earlier: Sequence[Run], running: Collection[Cell] = ()
+    store: Store, run: Run, earlier: Sequence[Run], leased: Sequence[Running] = (), can: str = ""
 ) -> dict[str, Any]:
-    """The values of a run's page.
-
-    Args:
-        earlier: the runs before it, newest first.
-        running: its cells that are running.
-    """
-    entries = grid.of_run(run, summary, running)
-    counts = Counter(one.state for one in entries.values())
-    return {"run": run, "groups": grid.groups(entries), "counts": counts, "before": before(run, earlier)}
+    """The values of a run's page, with the earlier runs, its cells that are running, and the action that can be taken."""
+    entries = grid.of_run(run, store.summary(run.id), {one.cell for one in leased})
+    shown = {"run": run, "before": before(run, earlier), "leased": leased, "can": can}
+    return {**shown, "groups": grid.groups(entries), "counts": Counter(one.state for one in entries.values())}
 
 
-def changes(store: Store, old: Run | None, new: Run | None) -> dict[str, Any]:
+def changes(store: Store, two: tuple[Run, Run] | None) -> dict[str, Any]:
     """The values of the page with the changes between two runs."""
-    return {"diff": diff.compare(store, old.id, new.id) if old and new else None, "titles": diff.TITLES}
+    return {"diff": two and diff.compare(store, two[0].id, two[1].id), "titles": diff.TITLES}
+
+
+def newest(whole: Sequence[Run]) -> dict[str, Run | None]:
+    """The newest of these runs, and the one before it: values of the first page."""
+    run = whole[0] if whole else None
+    return {"newest": run, "before": run and before(run, whole)}
 
 
 def before(run: Run, earlier: Sequence[Run]) -> Run | None:
-    """The newest of these runs before a run that isn't a part of it and has the same suite."""
-    return next((one for one in earlier if _comparable(one, run)), None)
+    """The newest of these runs that isn't a part of this one and has the same suite."""
+    return next((one for one in earlier if one.whole != run.whole and one.suite == run.suite), None)
 
 
-def _comparable(one: Run, other: Run) -> bool:
-    return one.whole != other.whole and one.suite == other.suite
-
-
-def last_two(store: Store, runs: Sequence[Run]) -> tuple[Run | None, Run | None]:
-    """The newest of these runs with results, and the newest one before it that shares cells with it."""
+def last_two(store: Store, runs: Sequence[Run]) -> tuple[Run, Run] | None:
+    """The newest of these runs with results, after the newest one before it that shares cells with it."""
     new, cells = None, set[Cell]()
     for one in runs[:SEARCHED]:
-        if new and not _comparable(one, new):
+        if new and not before(new, [one]):
             continue
         ran = {cell for cell, summary in store.summary(one.id).items() if summary.verdict}
-        if new is None and ran:
-            new, cells = one, ran
-        elif ran & cells:
+        if new and ran & cells:
             return one, new
-    return None, None
+        if not new and ran:
+            new, cells = one, ran
+    return None

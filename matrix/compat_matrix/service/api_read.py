@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.exceptions import HTTPException
 
 from ..cells import AXES, NAME, WORD, Cell
-from ..pages import logs
+from ..errors import MatrixError
 from ..pages.render import environment
 from ..results import ENDED, Kind
-from ..store import Past, State, Summary
+from ..store import State, Summary
 from ..store.documents import ATLAS, kept
 from ..versions import VERSION
-from ..views import diff, explain, verdicts
+from ..views import diff, verdicts
 from ..views.facts import Atlas, Cells, CellState, Changes, Error, Result, Runs, WholeRun
 from ..views.verdicts import Answer
 from . import feed, metrics
@@ -31,28 +31,14 @@ async def _once(request: Request) -> None:
     """Refuses a parameter that is given twice: one of the values would be ignored."""
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
         if count > 1:
-            raise _invalid(name, f"it is given {count} times, and may be given once")
-
-
-def _invalid(name: str, message: str) -> RequestValidationError:
-    return RequestValidationError([{"type": "value_error", "loc": ("query", name), "msg": message, "input": None}])
+            raise MatrixError(f"{name}: it is given {count} times, and may be given once")
 
 
 router = APIRouter(
     dependencies=[Depends(_once)],
-    responses={
-        304: {"description": "The client's copy is up to date."},
-        401: {"model": Error, "description": "Reading needs a token here, and the request has no valid one."},
-        404: {"model": Error, "description": "There is no such thing."},
-        422: {"model": Error, "description": "A parameter is unknown, repeated or invalid."},
-        429: {"model": Error, "description": "Too many requests: `Retry-After` says how many seconds to wait."},
-        503: {"model": Error, "description": "The database doesn't answer."},
-    },
+    responses={304: {}, **{code: {"model": Error} for code in (401, 404, 422, 429, 503)}},
     tags=["read"],
 )
-
-
-# Parameters.
 
 
 #: `wanted` checks it.
@@ -60,13 +46,13 @@ Version = Annotated[str, WithJsonSchema({"type": "string", "pattern": VERSION, "
 Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
 Kernel = Literal["none", "fa2", "fa3", "fa4", "torch"]
 Device = Literal["cpu", "cuda"]
-Cursor = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-CellPath = Annotated[
-    str, Path(pattern=f"^{NAME}$", description="A cell's name, such as py312-tf5.23-torch2.15-fa4-cuda.")
-]
 _RUN = "A run's id or its beginning, its label, latest or latest~1."
 RunName = Annotated[str, Field(min_length=1, max_length=100, description=_RUN)]
 RunPath = Annotated[str, Path(min_length=1, max_length=100, description=_RUN)]
+_CELL = "A cell's name, such as py312-tf5.23-torch2.15-fa4-cuda."
+CellPath = Annotated[str, Path(pattern=f"^{NAME}$", description=_CELL)]
+AxisPath = Annotated[str, Path(pattern=f"^{WORD}$", description="The name of an axis, such as transformers.")]
+BadgeValue = Annotated[str, Path(pattern=r"^[a-z0-9._]{1,40}$", description="As in the names of cells.")]
 
 
 class _Asked(BaseModel):
@@ -75,23 +61,32 @@ class _Asked(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class _Page(_Asked):
+    """A page of cells. The cursor is the number of cells on the pages before."""
+
+    limit: int = Field(50, ge=1, le=500)
+    cursor: str | None = Field(None, pattern=r"^[0-9]{1,9}$", description="`next` of the page before.")
+
+    def page(self, found: Sequence[tuple[Cell, str, Summary]]) -> Response:
+        """The page of these cells, each in the run of an id."""
+        begin = int(self.cursor or 0)
+        end = begin + self.limit
+        states = [CellState.of(*one) for one in found[begin:end]]
+        return _json(Cells(next=str(end) if len(found) > end else None, cells=states))
+
+
 class _WithOwn(BaseModel):
     """Further parameters are the project's own axes, such as ``peft=0.18``."""
 
     model_config = ConfigDict(extra="allow")
 
     def own(self, site: Site) -> dict[str, str]:
-        """The own axes.
-
-        Raises:
-            RequestValidationError: a parameter isn't one of the project's own axes.
-        """
+        """The own axes; a parameter that isn't one is refused."""
         given: dict[str, str] = self.model_extra or {}
         known = site.own_axes() if given else {}
         if unknown := next((name for name in given if name not in known), None):
-            raise _invalid(
-                unknown, f"there is no such parameter; the project's own axes are {', '.join(known) or 'none'}"
-            )
+            own = ", ".join(known) or "none"
+            raise MatrixError(f"{unknown}: there is no such parameter; the project's own axes are {own}")
         return given
 
 
@@ -104,7 +99,8 @@ class _Combination(_WithOwn):
     limit: int = Field(5, ge=1, le=100, description="Of the tested combinations in the answer.")
 
 
-class _CellPage(_WithOwn):
+class _CellPage(_Page, _WithOwn):
+    limit: int = Field(100, ge=1, le=1000)
     python: Release | None = Field(None, description="As in the names of cells.")
     transformers: Release | None = None
     torch: Release | None = None
@@ -112,35 +108,24 @@ class _CellPage(_WithOwn):
     device: Device | None = None
     state: State | None = None
     kind: Kind | None = None
-    limit: int = Field(100, ge=1, le=1000)
-    cursor: Cursor | None = Field(None, description="`next` of the page before.")
 
-    def page(self, site: Site, cells: Sequence[tuple[Cell, str, Summary]]) -> Cells:
-        """The page of these cells, as far as they have the requested values."""
-        axes = {axis: value for axis in AXES if (value := getattr(self, axis)) is not None} | self.own(site)
-        fit = [
-            one
-            for one in cells
-            if axes.items() <= one[0].axes.items()
-            and self.state in (None, one[2].state)
-            and self.kind in (None, one[2].kind)
-        ]
-        return _page(fit, self.limit, self.cursor)
+    def matching(self, site: Site, cells: Sequence[tuple[Cell, str, Summary]]) -> Response:
+        """The page of those cells that have the requested values."""
+        axes = self.model_dump(include={*AXES}, exclude_none=True) | self.own(site)
+        result = self.model_dump(include={"state", "kind"}, exclude_none=True).items()
+
+        def fits(cell: Cell, summary: Summary) -> bool:
+            return axes.items() <= cell.axes.items() and all(getattr(summary, name) == value for name, value in result)
+
+        return self.page([one for one in cells if fits(one[0], one[2])])
 
 
 class _RunPage(_Asked):
-    label: Annotated[str, Field(max_length=200)] | None = None
-    state: Annotated[str, Field(max_length=40)] | None = None
+    label: str | None = Field(None, max_length=200)
+    state: str | None = Field(None, max_length=40)
     partial: bool | None = None
     limit: int = Field(50, ge=1, le=500)
-    cursor: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,40}$")] | None = Field(
-        None, description="`next` of the page before."
-    )
-
-
-class _HistoryPage(_Asked):
-    limit: int = Field(50, ge=1, le=500)
-    cursor: Cursor | None = Field(None, description="`next` of the page before.")
+    cursor: str | None = Field(None, pattern=r"^[A-Za-z0-9-]{1,40}$", description="`next` of the page before.")
 
 
 class _Attempt(_Asked):
@@ -153,17 +138,6 @@ class _Two(_Asked):
 
 
 Nothing = Annotated[_Asked, Query()]
-_AttemptOf = Annotated[_Attempt, Query()]
-AxisPath = Annotated[str, Path(pattern=f"^{WORD}$", description="The name of an axis, such as transformers.")]
-BadgeValue = Annotated[str, Path(pattern=r"^[a-z0-9._]{1,40}$", description="As in the names of cells.")]
-
-
-def _page(found: Sequence[tuple[Cell, str, Summary]], limit: int, cursor: str | None) -> Cells:
-    """A page of cells, each in the run of an id. The cursor is the number of cells on the pages before."""
-    begin = int(cursor or 0)
-    end = begin + limit
-    states = [CellState.of(*one) for one in found[begin:end]]
-    return Cells(next=str(end) if len(found) > end else None, cells=states)
 
 
 def _json(found: BaseModel) -> Response:
@@ -171,13 +145,9 @@ def _json(found: BaseModel) -> Response:
     return Response(found.model_dump_json(), media_type="application/json")
 
 
-def _of(*media: str) -> dict[str, Any]:
+def _of(media: str) -> dict[str, Any]:
     """The description of a response that isn't JSON."""
-    schema = {"schema": {"type": "string"}}
-    return {"response_class": Response, "responses": {200: {"content": dict.fromkeys(media, schema)}}}
-
-
-# The endpoints.
+    return {"response_class": Response, "responses": {200: {"content": {media: {"schema": {"type": "string"}}}}}}
 
 
 @router.get("/compat", response_model=Answer)
@@ -193,7 +163,7 @@ def compat(site: Current, asked: Annotated[_Combination, Query()]) -> Response:
 @router.get("/runs", response_model=Runs)
 def runs(site: Current, asked: Annotated[_RunPage, Query()]) -> Response:
     """The runs, newest first."""
-    where = {"label": asked.label, "state": asked.state, "partial": asked.partial}
+    where = asked.model_dump(include={"label", "state", "partial"})
     found = site.runs(asked.limit + 1, site.run(asked.cursor).id if asked.cursor else "", **where)
     shown = found[: asked.limit]
     return _json(Runs.model_validate({"next": shown[-1].id if len(found) > asked.limit else None, "runs": shown}))
@@ -211,50 +181,34 @@ def one_run(site: Current, run: RunPath, nothing: Nothing) -> Response:
 def cells_of_run(site: Current, run: RunPath, asked: Annotated[_CellPage, Query()]) -> Response:
     """The cells of a run in its order, with their results. Further parameters are the project's own axes."""
     name = site.run(run).id
-    return _json(asked.page(site, [(cell, name, summary) for cell, summary in site.store.summary(name).items()]))
-
-
-def _past(site: Site, run: str, cell: str, attempt: int | None) -> tuple[Cell, Past]:
-    """The result in an address.
-
-    Raises:
-        HTTPException: 404.
-    """
-    name, wanted = site.run(run).id, site.cell(cell)
-    if (past := explain.past_of(site.store, wanted, name, attempt)) is None:
-        raise HTTPException(404, f"the run {name} has no such result of {cell}")
-    return wanted, past
+    return asked.matching(site, [(cell, name, summary) for cell, summary in site.store.summary(name).items()])
 
 
 @router.get("/runs/{run}/cells/{cell}", response_model=Result)
-def result(site: Current, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
+def result(site: Current, run: RunPath, cell: CellPath, asked: Annotated[_Attempt, Query()]) -> Response:
     """The whole result of a cell in a run, with its tests, without its log."""
-    wanted, past = _past(site, run, cell, asked.attempt)
+    wanted, past = site.result(cell, run, asked.attempt)
     return _json(Result.of(site.store.result(past.run.id, wanted, past.summary.attempt, log=False), past.run.id))
 
 
 @router.get("/runs/{run}/cells/{cell}/log", **_of("text/plain"))
-def log(site: Current, run: RunPath, cell: CellPath, asked: _AttemptOf) -> Response:
+def log(site: Current, run: RunPath, cell: CellPath, asked: Annotated[_Attempt, Query()]) -> Response:
     """The output of a cell, without terminal control sequences."""
-    wanted, past = _past(site, run, cell, asked.attempt)
-    if (packed := logs.packed_log(site.store, past.run.id, wanted, past.summary.attempt)) is None:
-        raise HTTPException(404, f"the run {past.run.id} has no log of {cell}")
-    return StreamingResponse(logs.plain(packed), media_type="text/plain")
+    return StreamingResponse(site.log(*site.result(cell, run, asked.attempt)), media_type="text/plain")
 
 
 @router.get("/cells", response_model=Cells)
 def cells(site: Current, asked: Annotated[_CellPage, Query()]) -> Response:
     """Every cell with its newest result in whole runs, sorted by name. Further parameters are the project's own axes."""
     found = [(one.cell, one.past.run.id, one.past.summary) for one in sorted(site.store.newest())]
-    return _json(asked.page(site, found))
+    return asked.matching(site, found)
 
 
 @router.get("/cells/{cell}/history", response_model=Cells)
-def history(site: Current, cell: CellPath, asked: Annotated[_HistoryPage, Query()]) -> Response:
+def history(site: Current, cell: CellPath, asked: Annotated[_Page, Query()]) -> Response:
     """Every attempt at a cell, also in partial runs, newest first."""
     wanted = site.cell(cell)
-    found = [(wanted, past.run.id, past.summary) for past in site.store.history(wanted)]
-    return _json(_page(found, asked.limit, asked.cursor))
+    return asked.page([(wanted, past.run.id, past.summary) for past in site.store.history(wanted)])
 
 
 @router.get("/diff", response_model=Changes)
@@ -281,14 +235,14 @@ def badge_of(site: Current, axis: AxisPath, value: BadgeValue, nothing: Nothing)
     ended = sum(states[verdict] for verdict in ENDED)
     text = f"{states['passed']} of {ended} passed" if ended else "not tested"
     mood = "unknown" if not ended else "bad" if states["failed"] else "good"
-    values = {"label": f"{axis} {value}", "text": text, "mood": mood}
-    return Response(environment().get_template("badge.svg").render(values), media_type="image/svg+xml")
+    badge = environment().get_template("badge.svg").render(label=f"{axis} {value}", text=text, mood=mood)
+    return Response(badge, media_type="image/svg+xml")
 
 
 @router.get("/metrics", **_of("text/plain"))
 def prometheus(site: Current, nothing: Nothing) -> Response:
     """Cells by state, runs and the queue, in Prometheus' text format."""
-    return Response(metrics.exposition(site), media_type=metrics.MEDIA)
+    return Response(metrics.exposition(site), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/feed.atom", **_of("application/atom+xml"))

@@ -4,38 +4,33 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import anyio
 import anyio.to_process
-import anyio.to_thread
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Request
 from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ValidationError
-from sqlalchemy import select
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from ..errors import MatrixError
 from ..store import Store, removal, submissions
-from ..store.models import RUN
 from ..views.facts import Error
 from ..views.runs import copied
 from .executing import NICE
 from .guard import body, pieces
-from .submission import Queue, Submission, Submitted
-
-T = TypeVar("T")
+from .submission import Submission, Submitted
 
 #: The media type of a store as a file.
 STORE = "application/vnd.sqlite3"
 
 
 class Merged(BaseModel):
-    """The runs of a store that were copied; none if all of them were there already."""
+    """The ids of the copied runs; none if all of them were there already."""
 
     merged: list[str]
 
@@ -51,38 +46,26 @@ router = APIRouter(tags=["writing"], dependencies=[Depends(_bearer)])
 RunId = Annotated[str, PathParameter(pattern=r"^[A-Za-z0-9-]{1,40}$", description="The id of a run.")]
 
 
-async def in_turn(request: Request, do: Callable[[Queue], T]) -> T:
-    """Run a function in one of the few writing threads, so that readers don't wait behind writers."""
-    queue: Queue = request.app.state.queue
-    return await anyio.to_thread.run_sync(do, queue, limiter=request.app.state.writers)
-
-
-def known(store: Store, run: str) -> str:
-    """The id of a run that there is.
-
-    Raises:
-        HTTPException: 404.
-    """
-    with store.reading() as connection:
-        known = connection.scalar(select(RUN.c.id).where(RUN.c.name == run))
-    if known is None:
+def _known(request: Request, run: RunId) -> str:
+    """The id of a run that there is."""
+    if not request.app.state.site.runs(1, name=run):
         raise HTTPException(404, f"there is no run {run}")
     return run
+
+
+Known = Annotated[str, Depends(_known)]
+
+_BODIES = {
+    "application/json": {"schema": Submission.model_json_schema()},
+    STORE: {"schema": {"type": "string", "format": "binary"}},
+}
 
 
 @router.post(
     "/runs",
     status_code=201,
     responses=_answers(),
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {"schema": Submission.model_json_schema()},
-                STORE: {"schema": {"type": "string", "format": "binary"}},
-            },
-        }
-    },
+    openapi_extra={"requestBody": {"required": True, "content": _BODIES}},
 )
 async def submit(request: Request) -> Submitted | Merged:
     """Create a run of cells of the served axes, or copy the runs of a store that was written by `run --export`."""
@@ -96,42 +79,43 @@ async def submit(request: Request) -> Submitted | Merged:
     except ValidationError as error:
         found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
         raise RequestValidationError(found) from None
-    return await in_turn(request, lambda queue: queue.submit(wanted))
+    submitted: Submitted = await run_in_threadpool(request.app.state.site.queue.submit, wanted)
+    return submitted
 
 
 @router.post("/runs/{run}/cancel", status_code=204, responses=_answers(404, 409))
-async def cancel(request: Request, run: RunId) -> None:
+def cancel(request: Request, run: Known) -> None:
     """Interrupt a run; its finished cells stay. 409: it has ended."""
-    await in_turn(request, lambda queue: submissions.cancel(queue.store, known(queue.store, run)))
+    submissions.cancel(request.app.state.site.store, run)
 
 
 @router.post("/runs/{run}/retry", status_code=202, responses=_answers(404, 409))
-async def retry(request: Request, run: RunId) -> Submitted:
+def retry(request: Request, run: Known) -> Submitted:
     """Run the failed and the unfinished cells of a run again. 409: it hasn't ended, or has none."""
-    return await in_turn(request, lambda queue: queue.retry(known(queue.store, run)))
+    submitted: Submitted = request.app.state.site.queue.retry(run)
+    return submitted
 
 
 @router.delete("/runs/{run}", status_code=204, responses=_answers(404, 409))
-async def delete(request: Request, run: RunId) -> Response:
+def delete(request: Request, run: Known) -> None:
     """Delete a run with its results. 409: it hasn't ended."""
-    await in_turn(request, lambda queue: removal.delete_runs(queue.store, [known(queue.store, run)]))
-    return Response(status_code=204)
+    removal.delete_runs(request.app.state.site.store, [run])
 
 
 async def _merge(request: Request) -> Merged:
     """Copy the runs of the store in a request's body."""
-    store: Store = request.app.state.queue.store
+    state = request.app.state
     with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as folder:
         path = Path(folder) / "upload.sqlite"
         async with await anyio.open_file(path, "wb") as file:
-            async for piece in pieces(request, request.app.state.settings.upload_bytes):
+            async for piece in pieces(request, state.settings.upload_bytes):
                 await file.write(piece)
-        copied = await anyio.to_process.run_sync(_copied, store.url, str(path), limiter=request.app.state.writers)
+        copied = await anyio.to_process.run_sync(_copied, state.site.store.url, str(path), limiter=state.merging)
     return Merged(merged=copied)
 
 
 def _copied(url: str, upload: str) -> list[str]:
-    """Copy the runs of an uploaded store; returns their ids. Runs in a process of its own, so that readers don't wait."""
+    """Copy the runs of an uploaded store, in a process of its own, so that readers don't wait."""
     os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with Store.open(url, create=False) as store:
         try:

@@ -20,43 +20,37 @@ from .guard import Guard, Settings, refuse
 from .site import Site
 from .submission import Queue
 
-#: Threads that read. More of them would wait longer for Python's lock than they work.
-_READERS = 3
+#: Threads that handle requests. More of them would wait longer for Python's lock than they work.
+_THREADS = 3
 
 
 def create_app(
     store: Store, axes: Axes | None, settings: Settings, options: argparse.Namespace | None = None
 ) -> FastAPI:
-    """The application over a store.
-
-    Args:
-        axes: the axes whose cells are shown and can be run; None for a service that only shows the store.
-        options: those of `serve`, for checking whether cells can be run.
-    """
+    """The application over a store. Without axes it only shows the store; the options are those of `serve`."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        to_thread.current_default_thread_limiter().total_tokens = _READERS
+        to_thread.current_default_thread_limiter().total_tokens = _THREADS
         yield
 
-    # FastAPI's own documentation pages load scripts from another host.
     app = FastAPI(
         title="kernel-compat-matrix",
         version=__version__,
         lifespan=life,
-        docs_url=None,
+        docs_url=None,  # FastAPI's own pages load scripts from another host
         redoc_url=None,
         redirect_slashes=False,  # to the host named by the request
         openapi_url="/api/v1/openapi.json",
     )
-    app.state.queue = Queue(store, axes if settings.runs else None, options)
-    app.state.writers = CapacityLimiter(1 if store.dialect == "sqlite" else 3)  # SQLite has one writer
+    app.state.merging = CapacityLimiter(1)  # SQLite has one writer
     app.state.settings = settings
-    app.state.site = Site(store, app.state.queue, axes)
-    app.add_middleware(GZipMiddleware, compresslevel=1)
+    app.state.site = Site(store, Queue(store, axes if settings.runs else None, options), axes)
     for error in (HTTPException, RequestValidationError):  # `Guard` handles the others
         app.add_exception_handler(error, refuse)
-    app.add_middleware(Guard, store=store, settings=settings, writers=app.state.writers)
-    for router, prefix in ((api_write.router, "/api/v1"), (api_read.router, "/api/v1"), (pages.router, "")):
-        app.include_router(router, prefix=prefix)
+    app.add_middleware(GZipMiddleware, compresslevel=1)
+    app.add_middleware(Guard, store=store, settings=settings)
+    app.include_router(api_write.router, prefix="/api/v1")
+    app.include_router(api_read.router, prefix="/api/v1")
+    app.include_router(pages.router)
     return app

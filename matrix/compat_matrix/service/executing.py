@@ -1,10 +1,8 @@
-"""Executing submitted runs, one after the other, in a process beside the service.
+"""Executing submitted runs, one after the other, in a process beside the service, so that requests don't wait for it.
 
-Neither a lost Ray cluster nor storing results disturbs the requests of the service then. The process ends with the service, however
-that ends: it reads a pipe from it.
-
-A service claims a run by a conditional update, and repeats every few seconds that it still executes it. A run whose service has
-fallen silent is claimed by another one, or by the same after its restart. The clock of the database counts for all of them.
+The process ends with the service, however that ends: it reads a pipe from it. A service claims a run by a conditional update, and
+repeats every few seconds that it still executes it. A run whose service has fallen silent is claimed by another one, or by the same
+after its restart. The clock of the database counts for all of them.
 """
 
 from __future__ import annotations
@@ -28,14 +26,16 @@ from rich.console import Console
 from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, select, update
 
 from .. import runner
+from ..axes import load
 from ..cells import parse
 from ..errors import MatrixError
 from ..fingerprint import of_axes
-from ..options import axes_of, executor_of, jobs_of
+from ..jobs import executor_of, jobs_of
 from ..processes import share_priority
 from ..progress import Progress
 from ..store import Store, submissions
 from ..store.models import RUN, SUBMISSION, Utc
+from ..work import Job
 from .submission import for_suite
 
 #: Seconds between two looks for a run to execute.
@@ -44,8 +44,6 @@ _POLL = 1.0
 _BEAT = 2.0
 #: The silence after which a service counts as gone.
 _GONE = timedelta(seconds=30)
-#: Seconds after a failure of the database in which the other services can say that they live.
-_RECOVERY = 3 * _BEAT
 #: How often the execution of a run may begin without a result before the run is given up.
 _TRIES = 10
 #: The shortest and the longest pause before the process is started again, in seconds.
@@ -66,11 +64,7 @@ class _Stopped(KeyboardInterrupt):
 
 @contextmanager
 def beside(work: Callable[[threading.Event], object], name: str) -> Iterator[None]:
-    """Run a function in a thread, and wait for its end when the block is left.
-
-    Args:
-        work: called with an event that is set then.
-    """
+    """Run a function in a thread; when the block is left, set the event that it was called with, and wait for its end."""
     over = threading.Event()
     # A signal may come before the block is entered: then nothing waits for the thread.
     thread = threading.Thread(target=work, args=(over,), name=name, daemon=True)
@@ -97,14 +91,11 @@ def supervise(command: Sequence[str], over: threading.Event) -> None:
 
 
 def execute_all(options: argparse.Namespace, claim: str) -> int:
-    """Execute the runs that wait, until the service ends; returns the exit code.
-
-    Args:
-        options: those of the service.
-        claim: identifies it.
+    """Execute the runs that wait, until the service ends, which `claim` identifies; returns the exit code.
 
     Raises:
-        MatrixError: an execution fails. The service starts another process, as this one may still be joined to a Ray cluster.
+        MatrixError: an execution fails, or the database. The service starts another process, as this one may still be joined to a
+            Ray cluster, and other services can say that they live before.
     """
     os.nice(NICE)
     share_priority(os.getpid())
@@ -123,110 +114,101 @@ def execute_all(options: argparse.Namespace, claim: str) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=end_with_the_service, daemon=True).start()
     with Store.open(options.store, create=False) as store, suppress(_Stopped):
-        executor = Executor(store, claim)
         while True:
-            try:
-                row, pause = executor.take(), _POLL
-            except MatrixError as error:  # the database is away, and may come back
-                log.warning("%s", error)
-                row, pause = None, _RECOVERY
-            if row is not None:
-                executor.execute(options, row)
+            if row := take(store, claim):
+                _execute(store, claim, options, row)
             else:
-                time.sleep(pause)
+                time.sleep(_POLL)
     return 0
 
 
-class Executor:
-    """Executes the runs of a store for a service.
+def take(store: Store, claim: str) -> Row[Any] | None:
+    """Claim the first run that waits or whose service has ended; None if no run can be claimed."""
+    query = select(SUBMISSION, RUN.c.name).join_from(SUBMISSION, RUN).order_by(SUBMISSION.c.id)
+    with store.reading() as connection:
+        rows, now = connection.execute(query).all(), _now(connection)
+    for row in rows:
+        if row.claim not in (None, claim) and now - row.seen < _GONE:
+            continue
+        with store.writing() as connection:
+            same = (SUBMISSION.c[name].is_not_distinct_from(getattr(row, name)) for name in ("id", "claim", "seen"))
+            values = {"claim": claim, "host": platform.node(), "seen": now, "running": "{}", "tries": row.tries + 1}
+            if not connection.execute(update(SUBMISSION).where(*same).values(values)).rowcount:
+                continue  # another service was faster
+            if row.tries < _TRIES:
+                return row
+            submissions.remove(connection, row.run_id)
+        log.error("%s is interrupted: its execution began %d times without a result", row.name, row.tries)
+    return None
 
-    Args:
-        claim: identifies the service.
+
+def _execute(store: Store, claim: str, options: argparse.Namespace, row: Row[Any]) -> None:
+    """Execute a run that was taken. One that was cancelled, or that another service has claimed, ends early.
+
+    Raises:
+        MatrixError: it can't be executed now. If it can't ever be, it is interrupted.
+        KeyboardInterrupt: the service has ended.
     """
+    own = and_(SUBMISSION.c.run_id == row.run_id, SUBMISSION.c.claim == claim)
 
-    def __init__(self, store: Store, claim: str) -> None:
-        self._store, self._claim = store, claim
-
-    def take(self) -> Row[Any] | None:
-        """Claim the first run that waits or whose service has ended; None if no run can be claimed."""
-        query = select(SUBMISSION, RUN.c.name).join_from(SUBMISSION, RUN).order_by(SUBMISSION.c.id)
-        with self._store.reading() as connection:
-            rows, now = connection.execute(query).all(), _now(connection)
-        for row in rows:
-            if row.claim not in (None, self._claim) and now - row.seen < _GONE:
-                continue
-            with self._store.writing() as connection:
-                same = (SUBMISSION.c[name].is_not_distinct_from(getattr(row, name)) for name in ("id", "claim", "seen"))
-                claim = {"claim": self._claim, "host": platform.node(), "seen": now}
-                values = {**claim, "running": "{}", "tries": row.tries + 1}
-                if not connection.execute(update(SUBMISSION).where(*same).values(values)).rowcount:
-                    continue  # another service was faster
-                if row.tries < _TRIES:
-                    return row
-                submissions.remove(connection, row.run_id)
-            log.error("%s is interrupted: its execution began %d times without a result", row.name, row.tries)
-        return None
-
-    def execute(self, options: argparse.Namespace, row: Row[Any]) -> None:
-        """Execute a run that was taken. One that was cancelled, or that another service has claimed, ends early.
-
-        Raises:
-            MatrixError: it can't be executed now. If it can't ever be, it is interrupted.
-            KeyboardInterrupt: the service has ended.
-        """
-        own = and_(SUBMISSION.c.run_id == row.run_id, SUBMISSION.c.claim == self._claim)
-        progress = Progress(0, 0, Console(quiet=True))
-        try:
-            with beside(lambda over: self._beat(own, progress, over), "beat"):
-                try:
-                    axes = axes_of(options)
-                    if of_axes(axes) != row.fingerprint:
-                        said = f"the project or {axes.path.name} has changed since {row.name} was submitted"
-                        raise MatrixError(f"{said}: submit it again")
-                    again = {parse(name): attempts for name, attempts in json.loads(row.again).items()}
-                    cells, attempts = runner.left(self._store, row.name, axes, again)
-                    jobs = jobs_of(for_suite(options, row.suite), axes, cells, attempts)
-                except MatrixError as error:
-                    with self._store.writing() as connection:
-                        submissions.remove(connection, row.run_id)
-                    log.error("%s is interrupted: %s", row.name, error)
-                    return
-                executor = executor_of(options, options.ray is not None)
-                runner.execute(row.name, jobs, self._store, executor, progress, patience=_PATIENCE, finish=False)
-        except _Stopped:
-            self._release(own, tries=0)
-            raise
-        except KeyboardInterrupt:
-            return
-        except Exception as error:
-            self._release(own, reason=str(error))
-            raise
-        with self._store.writing() as connection:  # one transaction: a run that is finished can be retried and deleted
-            if connection.execute(delete(SUBMISSION).where(own)).rowcount:
-                ended = {"state": "finished", "finished": datetime.now(timezone.utc)}
-                connection.execute(update(RUN).where(RUN.c.id == row.run_id).values(ended))
-
-    def _beat(self, own: ColumnElement[bool], progress: Progress, over: threading.Event) -> None:
-        """Say every few seconds that a run is executed and which cells run. If the claim is lost, interrupt this process."""
-        while not over.is_set():
-            now, clock = datetime.now(timezone.utc), time.monotonic()
-            since = {cell.name: now - timedelta(seconds=clock - began) for cell, began in [*progress.running.items()]}
-            values: dict[str, Any] = {"running": json.dumps(since, default=datetime.isoformat)}
-            values |= {"tries": 0, "reason": ""} if progress.counts else {}
-            with suppress(MatrixError):  # the database is away
-                with self._store.writing() as connection:
-                    alive = update(SUBMISSION).where(own).values({**values, "seen": _now(connection)})
-                    claimed = connection.execute(alive).rowcount
-                if not claimed:
-                    os.kill(os.getpid(), signal.SIGINT)
-                    return
-            over.wait(_BEAT)
-
-    def _release(self, own: ColumnElement[bool], **values: object) -> None:
-        """Let a run wait for a service again, if it wasn't cancelled."""
+    def release(**values: object) -> None:
+        """Let the run wait for a service again, if it wasn't cancelled."""
         free = {"claim": None, "seen": None, "host": "", "running": "{}"}
-        with self._store.writing() as connection:
+        with store.writing() as connection:
             connection.execute(update(SUBMISSION).where(own).values({**free, **values}))
+
+    progress = Progress(0, 0, Console(quiet=True))
+    try:
+        with beside(lambda over: _beat(store, own, progress, over), "beat"):
+            try:
+                jobs = _jobs(store, options, row)
+            except MatrixError as error:
+                with store.writing() as connection:
+                    submissions.remove(connection, row.run_id)
+                log.error("%s is interrupted: %s", row.name, error)
+                return
+            executor = executor_of(options, options.ray is not None)
+            runner.execute(row.name, jobs, store, executor, progress, patience=_PATIENCE, finish=False)
+    except _Stopped:
+        release(tries=0)
+        raise
+    except KeyboardInterrupt:
+        return
+    except Exception as error:
+        release(reason=str(error))
+        raise
+    with store.writing() as connection:  # one transaction: a run that is finished can be retried and deleted
+        if connection.execute(delete(SUBMISSION).where(own)).rowcount:
+            ended = {"state": "finished", "finished": datetime.now(timezone.utc)}
+            connection.execute(update(RUN).where(RUN.c.id == row.run_id).values(ended))
+
+
+def _jobs(store: Store, options: argparse.Namespace, row: Row[Any]) -> list[Job]:
+    """The jobs of a run that was taken, for the cells that are left."""
+    axes = load(options.axes)
+    if of_axes(axes) != row.fingerprint:
+        said = f"the project or {axes.path.name} has changed since {row.name} was submitted"
+        raise MatrixError(f"{said}: submit it again")
+    again = {parse(name): attempts for name, attempts in json.loads(row.again).items()}
+    cells, attempts = runner.left(store, row.name, axes, again)
+    return jobs_of(for_suite(options, row.suite), axes, cells, attempts)
+
+
+def _beat(store: Store, own: ColumnElement[bool], progress: Progress, over: threading.Event) -> None:
+    """Say every few seconds that a run is executed and which cells run. If the claim is lost, interrupt this process."""
+    while not over.is_set():
+        now, clock = datetime.now(timezone.utc), time.monotonic()
+        since = {cell.name: now - timedelta(seconds=clock - began) for cell, began in [*progress.running.items()]}
+        values: dict[str, Any] = {"running": json.dumps(since, default=datetime.isoformat)}
+        values |= {"tries": 0, "reason": ""} if progress.counts else {}
+        with suppress(MatrixError):  # the database is away
+            with store.writing() as connection:
+                alive = update(SUBMISSION).where(own).values({**values, "seen": _now(connection)})
+                claimed = connection.execute(alive).rowcount
+            if not claimed:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+        over.wait(_BEAT)
 
 
 def _now(connection: Connection) -> datetime:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from sqlalchemy import Select, func, select
 
@@ -23,31 +24,21 @@ from ..views.common import clean, one_line
 _MOST, _RESULTS = 50, 20_000
 
 
-class Entry(NamedTuple):
-    """An entry of the feed, with a stable identifier and the path of its page."""
-
-    id: str
-    title: str
-    text: str
-    when: datetime
-    link: str
-
-
-def entries(store: Store) -> list[Entry]:
-    """The entries, newest first."""
+def entries(store: Store) -> list[tuple[datetime, str, str, str, str]]:
+    """The entries, newest first: when it was, a stable identifier, the title, the text and the path of its page."""
     found, links = [], Links()
     for cell, (run, summary), before in broke(store):
+        key = _id(f"{run.id}/{cell}/{summary.attempt}")
         title = f"{cell} broke: {one_line(summary.reason) or summary.kind or 'it failed'}"
         said = f"{cell} failed in {run.id} ({summary.kind or 'test'}), and passed in {before}.\n\n{summary.reason}"
         link = links("cells", cell.name, run=run.id, attempt=summary.attempt)
-        key = _key(f"{run.id}/{cell}/{summary.attempt}")
-        found.append(Entry(key, title, said, summary.started or run.started, link))
+        found.append((summary.started or run.started, key, title, said, link))
     for document in kept(store, NEWS, _MOST):
         report: dict[str, Any] = json.loads(document.content)
+        key = _id(f"watch/{document.id}/{document.made.isoformat()}")
         link = links("runs", report["run"]) if report.get("run") else links("seams")
-        key = _key(f"watch/{document.id}/{document.made.isoformat()}")
-        found.append(Entry(key, one_line(report["title"]), report["text"], document.made, link))
-    return sorted(found, key=lambda entry: entry.when, reverse=True)[:_MOST]
+        found.append((document.made, key, one_line(report["title"]), report["text"], link))
+    return sorted(found, key=lambda entry: entry[0], reverse=True)[:_MOST]
 
 
 def broke(store: Store) -> list[tuple[Cell, Past, str]]:
@@ -74,18 +65,11 @@ def _broke() -> Select[Any]:
 _BROKE = _broke()
 
 
-def atom(found: Sequence[Entry], base: str) -> bytes:
-    """The feed as XML.
-
-    Args:
-        base: the service's address as the client uses it.
-    """
-    values = {"entries": found, "base": clean(base).rstrip("/"), "id": _key("feed")}
-    text = environment().get_template("feed.xml").render(values)
-    return text.translate(
-        {0xFFFE: "\N{REPLACEMENT CHARACTER}", 0xFFFF: "\N{REPLACEMENT CHARACTER}"}
-    ).encode()  # not in XML
+def atom(found: Sequence[tuple[datetime, str, str, str, str]], base: str) -> bytes:
+    """The feed as XML, with the service's address as the client uses it."""
+    text = environment().get_template("feed.xml").render(entries=found, base=clean(base).rstrip("/"), id=_id("feed"))
+    return re.sub("[\ufffe\uffff]", "\N{REPLACEMENT CHARACTER}", text).encode()  # not in XML
 
 
-def _key(key: str) -> str:
+def _id(key: str) -> str:
     return uuid.uuid5(uuid.NAMESPACE_URL, f"kernel-compat-matrix/{key}").urn

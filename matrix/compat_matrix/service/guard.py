@@ -10,9 +10,8 @@ import zlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-import anyio.to_thread
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
@@ -22,6 +21,7 @@ from limits.storage import MemoryStorage
 from limits.strategies import FixedWindowRateLimiter
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -56,38 +56,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one service. Rate limits are counted in each process separately.
+    """The settings of one service. Rate limits are counted in each process separately."""
 
-    Attributes:
-        read: who may read: everyone, or only holders of a token of any scope.
-        runs: whether runs can be submitted; they are executed by this service or another one on the same database.
-        upload_bytes: the size of the largest store that may be uploaded.
-        writes_per_minute: a limit for each token.
-        failures_per_minute: wrong tokens from one address that get a 401; further ones get a 429.
-    """
-
-    read: Literal["open", "token"] = "open"
-    runs: bool = True
-    upload_bytes: int = 2**30
-    writes_per_minute: int = 120
-    failures_per_minute: int = 30
+    read: Literal["open", "token"] = "open"  # to everyone, or only with a token of any scope
+    runs: bool = True  # can be submitted; this service executes them, or another one on the same database
+    upload_bytes: int = 2**30  # of the largest store that may be uploaded
+    writes_per_minute: int = 120  # for each token
+    failures_per_minute: int = 30  # wrong tokens from one address that get a 401; further ones get a 429
 
 
 class Guard:
     """Middleware that checks tokens and rates, sets headers, and turns errors into responses that reveal nothing internal.
 
     Starlette's base class for middleware would take a quarter of a millisecond of each request.
-
-    Args:
-        writers: limits the threads that write, so that writers don't wait for readers.
     """
 
-    def __init__(self, app: ASGIApp, store: Store, settings: Settings, writers: anyio.CapacityLimiter) -> None:
-        self._app, self._store, self._settings, self._writers = app, store, settings, writers
+    def __init__(self, app: ASGIApp, store: Store, settings: Settings) -> None:
+        self._app, self._store, self._settings = app, store, settings
         self._limiter = FixedWindowRateLimiter(MemoryStorage())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request; anything but HTTP passes unchecked."""
+        """Handle a request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         # The server omits the body of a response to HEAD.
@@ -115,29 +104,20 @@ class Guard:
             await refuse(request, error)(request.scope, receive, send_with_headers)
 
     async def _check(self, request: Request) -> None:
-        """Check the token of a request.
-
-        Raises:
-            HTTPException: it is refused.
-        """
         headers = request.headers
         reading = request.method in ("GET", "OPTIONS")
-        form = not reading and not _of_api(request)
+        form = not (reading or _of_api(request))
         if "transfer-encoding" in headers and "content-length" in headers:
             # A proxy may disagree with this server on where the body ends.
-            raise HTTPException(
-                400, "the request has both Content-Length and Transfer-Encoding", {"connection": "close"}
-            )
+            said = "the request has both Content-Length and Transfer-Encoding"
+            raise HTTPException(400, said, {"connection": "close"})
         if form and not _same_origin(headers):  # a browser sends the password with forms of other sites, too
-            raise HTTPException(
-                403, "this form was sent by another site, or by something that isn't a browser: use the API"
-            )
-        token: tokens.Token | None = None
+            said = "this form was sent by another site, or by something that isn't a browser: use the API"
+            raise HTTPException(403, said)
+        token = None
         challenge = {"www-authenticate": 'Basic realm="kernel-compat-matrix"' if reading or form else "Bearer"}
         if "authorization" in headers:
-            secret = _secret(headers, reading or form)
-            limiter = None if reading else self._writers
-            token = await anyio.to_thread.run_sync(tokens.find, self._store, secret, limiter=limiter)
+            token = await run_in_threadpool(tokens.find, self._store, _secret(headers, reading or form))
             if token is None:
                 address = request.client.host if request.client else ""
                 self._count(self._settings.failures_per_minute, "wrong tokens", address)
@@ -145,14 +125,13 @@ class Guard:
         elif not reading or self._settings.read == "token":
             raise HTTPException(401, "this needs a token", challenge)
         if token is not None and not reading:
-            if "submit" not in token.scopes:  # a browser asks for another password after a 401 only
+            if "submit" not in token.scopes.split():  # a browser asks for another password after a 401 only
                 raise HTTPException(401 if form else 403, "this needs a token with the scope submit", challenge)
             self._count(self._settings.writes_per_minute, "writes", token.name)
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise HTTPException(415, "the body must not be compressed")
 
     def _count(self, per_minute: int, what: str, who: str) -> None:
-        """Count a request of somebody; too many of them are refused."""
         limit = RateLimitItemPerMinute(per_minute)
         if not self._limiter.hit(limit, what, who):
             wait = max(1, round(self._limiter.get_window_stats(limit, what, who).reset_time - time.time()))
@@ -177,66 +156,58 @@ async def pieces(request: Request, most: int = REQUEST_BYTES) -> AsyncIterator[b
 
 
 async def body(request: Request) -> bytes:
-    """The body of a request that isn't a store."""
+    """The body of a request of at most `REQUEST_BYTES`."""
     return b"".join([piece async for piece in pieces(request)])
 
 
 def refuse(request: Request, error: Exception) -> Response:
     """The response to an error: JSON for the API, else a page."""
-    if isinstance(error, HTTPException):
-        if error.status_code in (204, 304):
-            return Response(status_code=error.status_code, headers=error.headers)
-        return _told(request, error.status_code, error.detail, error.headers)
-    if isinstance(error, RequestValidationError):  # without the text of the request
-        found = [
-            {"loc": [clean(str(part)) for part in one["loc"]], "msg": clean(one["msg"])} for one in error.errors()[:20]
-        ]
-        return _told(request, 422, found)
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, (DBAPIError, PoolTimeout, UnicodeError, zlib.error)):
-        cause = cause.__cause__
-    if isinstance(cause, (DataError, UnicodeEncodeError)):
-        return _told(request, 422, "it contains a character that the database can't store")
-    if isinstance(error, MatrixError) and cause is None:
-        internal = f"the store {request.app.state.site.store.name}"
-        said = str(error).replace(internal, "the store").removeprefix("the store: ")
-        return _told(request, 409 if isinstance(error, StateError) else 422, said)
-    number = secrets.token_hex(6)  # identifies the error in the log
-    # The database is gone or broken, unless it is a mistake in a statement.
-    if cause is not None and not isinstance(cause, (IntegrityError, ProgrammingError)):
-        log.error("%s: the database doesn't answer: %s", number, " ".join(str(error).split())[:500])
-        return _told(request, 503, "the database doesn't answer", {"retry-after": "5"}, number)
-    log.error("%s: internal error", number, exc_info=error)
-    return _told(request, 500, "internal error of the service; its log has the details", None, number)
-
-
-def _told(
-    request: Request, status: int, detail: object, headers: Mapping[str, str] | None = None, number: str = ""
-) -> Response:
+    if isinstance(error, HTTPException) and error.status_code in (204, 304):
+        return Response(status_code=error.status_code, headers=error.headers)
+    status, detail, headers = _reason(request, error)
+    number = secrets.token_hex(6) if status >= 500 else ""  # identifies the error in the log
+    if number:
+        log.error(
+            "%s: %s: %s", number, detail, " ".join(str(error).split())[:500], exc_info=error if status == 500 else None
+        )
     if _of_api(request):
         return JSONResponse({"detail": detail} | ({"id": number} if number else {}), status, headers)
-    text = f"{detail} ({number})" if number else str(detail)
+    said = detail if isinstance(detail, str) else "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in detail)
     links, project = Links(request.scope.get("root_path", "")), request.app.state.site.project
+    text = f"{said} ({number})" if number else said
     page = render("error.html", links, project, title=_TITLES.get(status, "Refused"), text=text)
     return HTMLResponse(page, status, headers)
 
 
-def _path(request: Request) -> str:
-    """The path of a request below the service's root path."""
-    path: str = request.scope["path"]
-    return path.removeprefix(request.scope.get("root_path", "").rstrip("/"))
+def _reason(request: Request, error: Exception) -> tuple[int, str | list[dict[str, Any]], Mapping[str, str] | None]:
+    """The status, what is said of an error, and headers."""
+    if isinstance(error, HTTPException):
+        return error.status_code, error.detail, error.headers
+    if isinstance(error, RequestValidationError):  # without the text of the request
+        found = [{"loc": [clean(str(part)) for part in one["loc"]], "msg": clean(one["msg"])} for one in error.errors()]
+        return 422, found[:20], None
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, (DBAPIError, PoolTimeout, UnicodeError, zlib.error)):
+        cause = cause.__cause__
+    if isinstance(cause, (DataError, UnicodeEncodeError)):
+        return 422, "it contains a character that the database can't store", None
+    if isinstance(error, MatrixError) and cause is None:
+        internal = f"the store {request.app.state.site.store.name}"
+        said = str(error).replace(internal, "the store").removeprefix("the store: ")
+        return 409 if isinstance(error, StateError) else 422, said, None
+    # The database is gone or broken, unless it is a mistake in a statement.
+    if cause is not None and not isinstance(cause, (IntegrityError, ProgrammingError)):
+        return 503, "the database doesn't answer", {"retry-after": "5"}
+    return 500, "internal error of the service; its log has the details", None
 
 
 def _of_api(request: Request) -> bool:
-    return _path(request).startswith("/api/")
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", "").rstrip("/")).startswith("/api/")
 
 
 def _secret(headers: Headers, basic: bool) -> str:
-    """The token of a request; empty if it is malformed. A browser sends it as a password, with any name.
-
-    Args:
-        basic: whether a password is accepted.
-    """
+    """The token of a request; empty if it is malformed. With `basic`, also a password, as a browser sends it, with any name."""
     kind, value = get_authorization_scheme_param(headers["authorization"])
     if kind.lower() == "bearer":
         return value.strip()

@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from ..store import submissions
 from ..views.common import clean
 from .site import Site
-
-MEDIA = CONTENT_TYPE_LATEST
 
 
 def exposition(site: Site) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -15,11 +15,12 @@ from starlette.exceptions import HTTPException
 from ..axes import Axes
 from ..cells import Cell, parse_own
 from ..errors import MatrixError
-from ..pages import ask
+from ..pages import ask, logs
 from ..pages.render import project_name
-from ..store import Run, Store
+from ..store import Past, Run, Store
 from ..store import queries as stored
-from ..store.models import CELL, DOCUMENT, NEWEST, PLANNED, RESULT, RUN, SUBMISSION
+from ..store.models import CELL, DOCUMENT, PLANNED, RESULT, RUN, SUBMISSION
+from ..views import explain
 from ..views.common import one_line
 from .submission import Queue
 
@@ -28,20 +29,11 @@ _RECENT = 1000
 
 
 class Site:
-    """The data of a service.
-
-    Args:
-        axes: the axes whose cells can be run, if there are any.
-
-    Attributes:
-        served: every combination of the axes, with the reason if it is excluded.
-        project: the name of the tested project.
-    """
+    """The data of a service. The cells of its axes are shown also before they have run; what isn't there is a 404."""
 
     def __init__(self, store: Store, queue: Queue, axes: Axes | None) -> None:
-        self.store, self.queue = store, queue
+        self.store, self.queue, self.project = store, queue, project_name(axes)
         self.served: Mapping[Cell, str] = axes.all_cells if axes else {}
-        self.project = project_name(axes)
         self._name = secrets.token_hex(4)
 
     def tag(self) -> str:
@@ -52,32 +44,40 @@ class Site:
         return hashlib.sha256(repr(shown).encode()).hexdigest()[:24]
 
     def run(self, name: str) -> Run:
-        """The run with this id, or else the one that `Store.resolve` finds.
-
-        Raises:
-            HTTPException: 404.
-        """
-        for find in (str, self.store.resolve):
-            try:
-                return self.store.run(find(name))
-            except MatrixError as error:
-                if error.__cause__ is not None:
-                    raise
+        """The run with this id, or else the one that `Store.resolve` finds."""
+        if found := self.runs(1, name=name):
+            return found[0]
+        try:
+            return self.store.run(self.store.resolve(name))
+        except MatrixError as error:
+            if error.__cause__ is not None:  # the database doesn't answer
+                raise
         said = f"There is no run {one_line(name, 100)!r}: a run has an id, a label, or is latest or latest~1."
         raise HTTPException(404, said)
 
     def cell(self, name: str) -> Cell:
-        """The cell of this name in the store or in the axes.
-
-        Raises:
-            HTTPException: 404.
-        """
+        """The cell of this name in the store or in the axes."""
         with self.store.reading() as connection:
             row = connection.execute(select(*stored.CELL_FIELDS).where(CELL.c.name == name)).first()
         cell = stored.cell_of(row) if row else next((one for one in self.served if one.name == name), None)
         if cell is None:
             raise HTTPException(404, f"There is no cell {one_line(name, 200)!r}: no run has planned it.")
         return cell
+
+    def result(self, name: str, run: str = "", attempt: int | None = None) -> tuple[Cell, Past]:
+        """A cell and its result, as `explain.past_of` finds it."""
+        cell = self.cell(name)
+        past = explain.past_of(self.store, cell, self.run(run).id if run else "", attempt)
+        if past is None:
+            raise HTTPException(404, f"There is no such result of {cell}.")
+        return cell, past
+
+    def log(self, cell: Cell, past: Past) -> Iterator[bytes]:
+        """The log of a result as text, in pieces."""
+        packed = logs.packed_log(self.store, past.run.id, cell, past.summary.attempt)
+        if packed is None:
+            raise HTTPException(404, f"{cell} has no log in {past.run.id}.")
+        return logs.plain(packed)
 
     def own_axes(self) -> dict[str, str]:
         """The project's own axes, each with one of its values."""
@@ -96,11 +96,6 @@ class Site:
         with self.store.reading() as connection:
             return [Run(*row) for row in connection.execute(query)]
 
-    def waiting(self) -> dict[Cell, Run]:
-        """The cells without a result in unfinished whole runs that no newer run has, with the newest of these runs."""
-        with self.store.reading() as connection:
-            return {stored.cell_of(row): stored.past_of(row).run for row in connection.execute(_UNFINISHED)}
-
 
 def _version() -> Select[Any]:
     """Rows are counted besides their newest ids: PostgreSQL may commit them in another order, and ids of deleted ones are used again."""
@@ -113,21 +108,11 @@ def _version() -> Select[Any]:
     return select(newest, recent, documents, planned, *runs).select_from(RUN)
 
 
-def _unfinished() -> Select[Any]:
-    query = stored.summary(*stored.RUN_FIELDS).where(RUN.c.state == "running", RUN.c.partial.is_(False))
-    query = query.join(NEWEST, NEWEST.c.cell_id == PLANNED.c.cell_id).where(NEWEST.c.run_id <= RUN.c.id)
-    return query.where(PLANNED.c.excluded.is_(None), RESULT.c.id.is_(None)).order_by(RUN.c.id)
-
-
-_VERSION, _UNFINISHED = _version(), _unfinished()
+_VERSION = _version()
 
 
 def current(request: Request) -> Site:
-    """The data for a response, unless the client has its current version, which costs a millisecond.
-
-    Raises:
-        HTTPException: 204, 304: the client has it.
-    """
+    """The data for a response, unless the client has its current version, which costs a millisecond and is a 204 or a 304."""
     site: Site = request.app.state.site
     tag = request.state.tag = site.tag()
     if request.query_params.get("live") == tag:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import platform
-import shlex
 from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from sqlalchemy import update
 
-from .. import runner
+from .. import jobs, runner
 from ..axes import Axes
 from ..cells import LONGEST, NAME, Cell
 from ..errors import MatrixError
 from ..fingerprint import of_axes
-from ..options import jobs_of, revision
 from ..store import Store, inserts, submissions
 from ..store.models import RUN
 
@@ -24,15 +21,7 @@ CellName = Annotated[str, StringConstraints(pattern=f"^{NAME}$", max_length=LONG
 
 
 class Submission(BaseModel):
-    """A request to create a run of cells of the served axes.
-
-    Attributes:
-        only: an expression, such as ``device==cpu and torch==2.15``.
-        cells: the names of the cells.
-        all: every cell; needed if neither `only` nor `cells` selects any.
-        suite: the name of the tests in the axes file.
-        label: a name for the run.
-    """
+    """A request to create a run of cells of the served axes: of `only`, of `cells`, or of all."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -41,6 +30,12 @@ class Submission(BaseModel):
     all: bool = False
     suite: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,60}$")] = "default"
     label: Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{0,100}$")] = ""
+
+    @property
+    def words(self) -> list[str]:
+        """The command that would run the same cells."""
+        words = ["run", *self.cells, *([f"--only={self.only}"] if self.only else []), *["--all"] * self.all]
+        return words + ([f"--suite={self.suite}"] if self.suite != "default" else [])
 
 
 class Submitted(BaseModel):
@@ -82,21 +77,11 @@ class Queue:
             raise MatrixError('"all" can\'t be combined with a selection of cells')
         cells = axes.select(wanted.only, wanted.cells)
         excluded = {} if wanted.cells else axes.excluded(wanted.only)
-        self._runnable(axes, cells, wanted.suite)
-        words = ["run", *wanted.cells, *([f"--only={wanted.only}"] if wanted.only else [])]
-        words += ["--all"] if wanted.all else []
-        words += [f"--suite={wanted.suite}"] if wanted.suite != "default" else []
-        name = self.store.new_run(
-            cells,
-            excluded=excluded,
-            axes=axes.path.read_text(encoding="utf-8"),
-            command=shlex.join(words),
-            label=wanted.label,
-            host=platform.node(),
-            revision=revision(axes.folder),
-            partial=wanted.suite != "default",
-            submission={"suite": wanted.suite, "fingerprint": of_axes(axes)},
-        )
+        self._check(axes, cells, wanted.suite)
+        options = argparse.Namespace(words=wanted.words, suite=wanted.suite, pytest=[])
+        submission = {"suite": wanted.suite, "fingerprint": of_axes(axes)}
+        more = {"excluded": excluded, "label": wanted.label, "submission": submission}
+        name = jobs.new_run(options, self.store, axes, cells, **more)
         return Submitted(run=name, cells=len(cells), excluded=len(excluded))
 
     def retry(self, run: str) -> Submitted:
@@ -107,7 +92,7 @@ class Queue:
             MatrixError: it doesn't exist, or a cell can't be run here.
         """
         axes, found = self._axes(), self.store.run(run)
-        if found.revision != (here := revision(axes.folder)):
+        if found.revision != (here := jobs.revision(axes.folder)):
             raise submissions.StateError(f"the run {run} tested {found.revision or 'no commit'}, and here is {here}")
         if other := next((one for one in ("--pytest", "--latest") if one in found.command), None):
             raise submissions.StateError(f"the run {run} was made with {other}: resume it with the command line")
@@ -115,7 +100,7 @@ class Queue:
         cells, _ = runner.left(self.store, run, axes, again)
         if not cells:
             raise submissions.StateError(f"the run {run} has no cell that failed or is unfinished")
-        self._runnable(axes, cells, found.suite)
+        self._check(axes, cells, found.suite)
         tested = of_axes(axes)
         with self.store.writing() as connection:
             key = inserts.key(connection, run)
@@ -132,11 +117,12 @@ class Queue:
             raise MatrixError("this service runs no cells: it was started with --no-run or without an axes file")
         return self.axes
 
-    def _runnable(self, axes: Axes, cells: Sequence[Cell], suite: str) -> None:
+    def _check(self, axes: Axes, cells: Sequence[Cell], suite: str) -> None:
+        """Check that each cell has its tests and its pins."""
         if without := next((cell for cell in cells if axes.tests_of(cell, suite) is None), None):
             raise MatrixError(f"{axes.path.name} has no tests for {without} in the suite {suite!r}")
         if self._options is not None:
-            jobs_of(for_suite(self._options, suite), axes, cells, {})
+            jobs.jobs_of(for_suite(self._options, suite), axes, cells, {})
 
 
 def for_suite(options: argparse.Namespace, suite: str) -> argparse.Namespace:

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
-from typing import Any, NamedTuple
+from typing import Any
 
 from sqlalchemy import Row, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
@@ -22,38 +22,22 @@ SCOPES = ("submit", "read")
 
 #: The precision of the time at which a token was last used.
 _USED = timedelta(minutes=1)
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-class Token(NamedTuple):
-    """What a request's token allows."""
-
-    name: str
-    scopes: frozenset[str]
 
 
 def add(store: Store, name: str, scopes: Iterable[str], days: float | None = None) -> str:
-    """Create a token and return it; it can't be retrieved later.
-
-    Args:
-        days: the number of days after which it expires.
+    """Create a token that expires after some days, and return it; it can't be retrieved later.
 
     Raises:
         MatrixError: the name is taken or invalid.
     """
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise MatrixError(f"a token's name consists of letters, digits, dots and dashes, not {name!r}")
     secret, now = secrets.token_urlsafe(32), datetime.now(timezone.utc)
-    row = {
-        "name": name,
-        "digest": _digest(secret),
-        "scopes": " ".join(sorted({*scopes})),
-        "created": now,
-        "expires": None if days is None else now + timedelta(days=days),
-    }
+    expires = None if days is None else now + timedelta(days=days)
+    row = {"name": name, "digest": _digest(secret), "scopes": " ".join(sorted({*scopes}))}
     try:
         with store.writing() as connection:
-            connection.execute(TOKEN.insert().values(row))
+            connection.execute(TOKEN.insert().values(**row, created=now, expires=expires))
     except IntegrityError:
         raise MatrixError(f"a token named {name!r} exists or existed: choose another name") from None
     return secret
@@ -78,18 +62,16 @@ def revoke(store: Store, name: str) -> None:
         raise MatrixError(f"there is no token {name!r}")
 
 
-def find(store: Store, secret: str) -> Token | None:
-    """The valid token with this text, or None. Digests are compared, so that the time taken reveals nothing."""
+def find(store: Store, secret: str) -> Row[Any] | None:
+    """The row of the valid token with this text, or None. Digests are compared, so that the time taken reveals nothing."""
     now, own = datetime.now(timezone.utc), TOKEN.c.digest == _digest(secret)
     valid = own & TOKEN.c.revoked.is_(None) & or_(TOKEN.c.expires.is_(None), TOKEN.c.expires > now)
     with store.reading() as connection:
-        row = connection.execute(select(TOKEN.c.name, TOKEN.c.scopes, TOKEN.c.used).where(valid)).one_or_none()
-    if row is None:
-        return None
-    if row.used is None or now - row.used > _USED:
+        row = connection.execute(select(TOKEN).where(valid)).one_or_none()
+    if row and (row.used is None or now - row.used > _USED):
         with suppress(MatrixError), store.writing() as connection:  # it is valid anyway
             connection.execute(update(TOKEN).where(own).values(used=now))
-    return Token(row.name, frozenset(row.scopes.split()))
+    return row
 
 
 def _digest(secret: str) -> str:

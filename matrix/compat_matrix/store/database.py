@@ -30,6 +30,8 @@ def explained(name: str) -> Iterator[None]:
     try:
         yield
     except MatrixError as error:
+        if type(error) is not MatrixError:  # it says enough
+            raise
         raise MatrixError(f"the store {name}: {error}") from error.__cause__
     except IntegrityError:
         raise  # the caller handles it: a name is taken
@@ -40,11 +42,7 @@ def explained(name: str) -> Iterator[None]:
 
 
 def parse(store: str) -> URL:
-    """The URL of a store; a plain path is a SQLite file.
-
-    Raises:
-        MatrixError: it isn't a valid URL, or has no file.
-    """
+    """The URL of a store; a plain path is a SQLite file. A `MatrixError` if it isn't valid, or has no file."""
     if not store:
         raise MatrixError("the name of a store can't be empty")
     if "://" not in store:
@@ -59,11 +57,7 @@ def parse(store: str) -> URL:
 
 
 def connect(url: URL, *, create: bool) -> Engine:
-    """An engine for a database, without looking at its contents. SQLite creates the file at the first write.
-
-    Raises:
-        MatrixError: its driver is missing; or the file or folder doesn't exist and `create` is false.
-    """
+    """An engine for a database, without looking at its contents. SQLite creates the file at the first write."""
     path = Path(url.database or "")
     is_file = url.get_backend_name() == "sqlite" and not str(path).startswith("file:")
     if is_file and create:
@@ -73,10 +67,8 @@ def connect(url: URL, *, create: bool) -> Engine:
             raise MatrixError(f"the folder of the store can't be made: {error}") from error
     elif is_file and not path.exists():
         raise MatrixError("it doesn't exist")
-    # A connection for each thread of a service. Errors are logged, and parameters may be secrets.
-    pool: dict[str, Any] = {"pool_size": 10, "max_overflow": 40, "pool_pre_ping": True, "hide_parameters": True}
-    try:
-        engine = create_engine(url, **pool)
+    try:  # A connection for each thread of a service. Errors are logged, and parameters may be secrets.
+        engine = create_engine(url, pool_size=10, max_overflow=40, pool_pre_ping=True, hide_parameters=True)
     except (NoSuchModuleError, ModuleNotFoundError) as error:
         hint = ": install kernel-compat-matrix[postgres]" if "psycopg" in str(error) else ""
         raise MatrixError(f"its driver is not installed ({error}){hint}") from error
@@ -98,30 +90,24 @@ def _begin(connection: Connection) -> None:
 
 
 def writing(engine: Engine) -> Engine:
-    """The engine for writing transactions. SQLite's take their lock at the start, and wait for it.
+    """The engine for writing transactions.
 
-    A SQLite transaction that takes the lock after a read fails if another process has written meanwhile.
+    SQLite's take their lock at the start: one that takes it after a read fails if another process has written meanwhile.
     """
     return engine.execution_options(begin="BEGIN IMMEDIATE")
 
 
 def set_journal(engine: Engine, mode: str) -> None:
-    """Set the journal of a SQLite file, which stores it.
+    """Set the journal of a SQLite file: with ``WAL`` readers and a writer don't block each other.
 
-    Args:
-        mode: with ``WAL`` readers and a writer don't block each other; ``DELETE`` merges the write-ahead log into the file, which
-            can then be copied, and read on read-only media.
+    ``DELETE`` merges the write-ahead log into the file, which can then be copied, and read on read-only media.
     """
     with engine.execution_options(begin=None).connect() as connection:  # can't be changed within a transaction
         connection.exec_driver_sql(f"PRAGMA journal_mode = {mode}")
 
 
 def migrate(engine: Engine, *, create: bool) -> None:
-    """Create or migrate the schema of a database.
-
-    Raises:
-        MatrixError: there is no schema and `create` is false; it is from another version; or the tables aren't a store's.
-    """
+    """Create or migrate the schema of a database. Errors are those of `Store.open`."""
     with engine.connect() as connection:
         found = revision(connection)
     if found is None and not create:
@@ -135,16 +121,11 @@ def migrate(engine: Engine, *, create: bool) -> None:
 
 
 def revision(connection: Connection) -> str | None:
-    """The revision of a database; None for one without tables.
-
-    Raises:
-        MatrixError: it has tables that aren't a store's.
-    """
+    """The revision of a database; None for one without tables. A `MatrixError` if these aren't a store's."""
     tables = inspect(connection).get_table_names()
-    if VERSIONS in tables:
-        found = connection.execute(text(f"SELECT version_num FROM {VERSIONS}")).scalar()
-        if isinstance(found, str):
-            return found
+    found = connection.scalar(text(f"SELECT version_num FROM {VERSIONS}")) if VERSIONS in tables else None
+    if isinstance(found, str):
+        return found
     if tables:
         some = ", ".join(sorted(tables)[:3])
         raise MatrixError(f"this isn't a store of kernel-compat-matrix: it has other tables ({some})")
@@ -152,11 +133,7 @@ def revision(connection: Connection) -> str | None:
 
 
 def upgrade(connection: Connection, to: str = HEAD) -> str | None:
-    """Migrate a database to a revision, in the caller's transaction; returns the revision that it had.
-
-    Raises:
-        MatrixError: its revision is unknown to this version.
-    """
+    """Migrate a database to a revision, in the caller's transaction; returns the revision that it had."""
     from alembic import command  # its import takes longer than opening a store that needs no migration
     from alembic.config import Config
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import NamedTuple
 
-from sqlalchemy import bindparam, select
+from sqlalchemy import select
 
 from .models import DOCUMENT, RELEASE_SEEN
 from .store import Store
@@ -16,11 +16,7 @@ ATLAS, NEWS = "atlas", "watch"
 
 
 class Document(NamedTuple):
-    """A text with a name, such as the atlas. Several documents may have the same name.
-
-    Attributes:
-        id: increases with time.
-    """
+    """A text with a name, such as the atlas. Several may have the same name: the id increases with time."""
 
     id: int
     made: datetime
@@ -29,9 +25,9 @@ class Document(NamedTuple):
 
 def keep(store: Store, name: str, content: str) -> None:
     """Store a document; earlier ones of the same name stay."""
+    row = {"name": name, "made": datetime.now(timezone.utc), "content": content}
     with store.writing() as connection:
-        row = {"name": name, "made": datetime.now(timezone.utc), "content": content}
-        connection.execute(DOCUMENT.insert().values(row))
+        connection.execute(DOCUMENT.insert(), row)
 
 
 def kept(store: Store, name: str, limit: int = 1) -> list[Document]:
@@ -41,19 +37,17 @@ def kept(store: Store, name: str, limit: int = 1) -> list[Document]:
         return [Document(*row) for row in connection.execute(query.order_by(DOCUMENT.c.id.desc()).limit(limit))]
 
 
-_SEEN = select(RELEASE_SEEN.c.version).where(RELEASE_SEEN.c.distribution == bindparam("distribution"))
-
-
 def seen(store: Store, distribution: str) -> set[str]:
     """The releases of a distribution that were seen before."""
+    query = select(RELEASE_SEEN.c.version).where(RELEASE_SEEN.c.distribution == distribution)
     with store.reading() as connection:
-        return set(connection.scalars(_SEEN, {"distribution": distribution}))
+        return {*connection.scalars(query)}
 
 
 def see(store: Store, distribution: str, versions: Iterable[str]) -> None:
     """Store releases as seen; those that were seen before keep their time."""
     now = datetime.now(timezone.utc)
     with store.writing() as connection:
-        new = {*versions}.difference(connection.scalars(_SEEN, {"distribution": distribution}))
+        new = {*versions} - seen(store, distribution)
         if rows := [{"distribution": distribution, "version": version, "seen": now} for version in new]:
             connection.execute(RELEASE_SEEN.insert(), rows)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from sqlalchemy import Connection, Engine, Row, create_engine, select, text, type_coerce
+from sqlalchemy import Connection, Engine, Row, Select, create_engine, select, text, type_coerce
 from sqlalchemy.pool import NullPool
 from sqlalchemy.types import NullType
 
@@ -32,10 +32,7 @@ def check_schema(engine: Engine) -> None:
     """Check that a SQLite database has the tables of a store, and runs no code of its own.
 
     Views run code when they are read; triggers, CHECK constraints and indexes of expressions when a table is migrated. So every
-    statement in its schema must be the one that a store of its revision has.
-
-    Raises:
-        MatrixError: a statement differs, or a row refers to another one that doesn't exist.
+    statement in its schema must be the one that a store of its revision has, and rows refer to rows that exist.
     """
 
     def statements(of: Connection) -> dict[tuple[str, str], list[str]]:
@@ -76,12 +73,7 @@ _RUN, _RESULT = TypeAdapter(Run), TypeAdapter(CellResult)
 
 
 class Copied(NamedTuple):
-    """A run of another store.
-
-    Attributes:
-        planned: its cells, excluded ones with the reason.
-        attempts: the cells and attempts of its results, in the order received.
-    """
+    """A run of another store: its cells, excluded ones with the reason, and the attempts at them in the order received."""
 
     run: Run
     axes: str
@@ -90,11 +82,7 @@ class Copied(NamedTuple):
 
 
 def runs(connection: Connection) -> list[Copied]:
-    """The runs, in the order received, without their results.
-
-    Raises:
-        MatrixError: a part of one isn't valid.
-    """
+    """The runs, in the order received, without their results. A `MatrixError` if a part of one isn't valid."""
     names = connection.scalars(select(type_coerce(RUN.c.name, NullType())).order_by(RUN.c.id)).all()
     return [_run(connection, name) for name in names]
 
@@ -108,25 +96,24 @@ def _run(connection: Connection, name: Any) -> Copied:
         axes = connection.scalar(select(TEXT.c.content).join(RUN).where(RUN.c.name == name))
         planned = cells.add_columns(PLANNED.c.excluded).join_from(PLANNED, CELL).join(RUN, RUN.c.id == PLANNED.c.run_id)
         planned = planned.where(RUN.c.name == name).order_by(PLANNED.c.position)
-        tried = cells.add_columns(RESULT.c.attempt).join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
-        tried = tried.join(RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.name == name).order_by(RESULT.c.id)
-        found = Copied(
-            _RUN.validate_python(Run(*row)._asdict()),
-            axes or "",
-            {_cell(row): row.excluded for row in connection.execute(planned)},
-            [(_cell(row), row.attempt) for row in connection.execute(tried)],
-        )
-        if wrong := next((why for why in found.planned.values() if not isinstance(why, (str, type(None)))), None):
+        excluded = {_cell(row): row.excluded for row in connection.execute(planned)}
+        if wrong := next((why for why in excluded.values() if not isinstance(why, (str, type(None)))), None):
             raise ValueError(f"excluded: {_shown(wrong)} isn't a reason")
-    return found
+        run = _RUN.validate_python(Run(*row)._asdict())
+        return Copied(run, axes or "", excluded, [(_cell(row), row.attempt) for row in attempts(connection, name)])
+
+
+def attempts(connection: Connection, run: str) -> Sequence[Row[Any]]:
+    """The cell and the attempt of each result of a run, in the order received."""
+    query: Select[Any] = select(*queries.CELL_FIELDS, RESULT.c.attempt).join_from(
+        RESULT, CELL, CELL.c.id == RESULT.c.cell_id
+    )
+    query = query.join(RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.name == run).order_by(RESULT.c.id)
+    return connection.execute(query).all()
 
 
 def result(connection: Connection, name: str, cell: Cell, attempt: int) -> CellResult:
-    """A result of a run.
-
-    Raises:
-        MatrixError: a part of it isn't valid, or too large.
-    """
+    """A result of a run. A `MatrixError` if a part of it isn't valid, or too large."""
     with _valid(f"{name}, {cell}"):
         found = queries.read_result(connection, name, cell, attempt)
         if found is None:

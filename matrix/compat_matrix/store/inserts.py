@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any, get_args
 
-from sqlalchemy import Column, Connection, and_, delete, func, insert, literal, select, update
+from sqlalchemy import Column, Connection, and_, delete, func, insert, select, update
 
 from .. import versions
 from ..cells import AXES, Cell
 from ..errors import MatrixError
 from ..results import ENDED, CellResult, Outcome
 from .models import CELL, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, SUBMISSION, TEST, TEXT
-from .queries import NEWEST_FIRST, RUN_FIELDS, cell_of, chunks, environment_of, first, texts_of
+from .queries import NEWEST_FIRST, RUN_FIELDS, VERSION_FIELDS, chunks, exact_versions, first
 from .records import Run, options_of
 
 #: The id (arbitrary) of the lock of `lock`.
@@ -32,11 +32,7 @@ def lock(connection: Connection) -> None:
 
 
 def key(connection: Connection, name: str) -> int:
-    """The key of a run.
-
-    Raises:
-        MatrixError: there is no run of that name.
-    """
+    """The key of a run. A `MatrixError` if there is none of that name."""
     found: int | None = connection.scalar(select(RUN.c.id).where(RUN.c.name == name))
     if found is None:
         raise MatrixError(f"it has no run {name!r}")
@@ -92,17 +88,13 @@ def plan(connection: Connection, run: int, cells: Iterable[Cell], excluded: Mapp
     ]
     if rows:
         connection.execute(PLANNED.insert(), rows)
-        _plan_newest(connection, run)
+        have_results = {*connection.scalars(select(NEWEST.c.cell_id).where(NEWEST.c.result_id.is_not(None)))}
+        refresh_newest(connection, [keys[one.name] for one in new if keys[one.name] not in have_results])
     return bool(rows)
 
 
 def submit(connection: Connection, run: int, suite: str, fingerprint: str, again: Mapping[Cell, int]) -> None:
-    """Let a run wait for a service.
-
-    Args:
-        fingerprint: the state of the project that it tests.
-        again: the cells to repeat, with their attempts so far; its unfinished cells are run in any case.
-    """
+    """Let a run wait for a service, which runs its unfinished cells and repeats those in `again`, with their attempts so far."""
     repeated = json.dumps({cell.name: attempts for cell, attempts in again.items()})
     row = {"run_id": run, "suite": suite, "fingerprint": fingerprint, "again": repeated}
     connection.execute(SUBMISSION.insert(), {**row, "host": "", "running": "{}", "tries": 0, "reason": ""})
@@ -134,27 +126,17 @@ def add_result(connection: Connection, run: int, found: CellResult) -> None:
         **Counter(one.outcome for one in found.tests),
     }
     result: int = connection.scalars(RESULT.insert().returning(RESULT.c.id), row).one()
-    tests = [
-        {
-            "result_id": result,
-            "position": position,
-            "nodeid_id": nodeids[one.nodeid],
-            "outcome": one.outcome,
-            "seconds": one.seconds,
-            "message_id": texts.get(message),
-        }
-        for position, (one, message) in enumerate(zip(found.tests, messages, strict=True))
-    ]
-    figures = [
-        {"result_id": result, "nodeid_id": nodeids[one.nodeid], **figure._asdict()}
-        for one in found.tests
-        for figure in one.figures
-    ]
+    tests, figures = list[dict[str, Any]](), list[dict[str, Any]]()
+    for position, (one, message) in enumerate(zip(found.tests, messages, strict=True)):
+        of_test = {"result_id": result, "nodeid_id": nodeids[one.nodeid]}
+        ended = {"outcome": one.outcome, "seconds": one.seconds, "message_id": texts.get(message)}
+        tests.append({**of_test, "position": position, **ended})
+        figures += ({**of_test, **figure._asdict()} for figure in one.figures)
     logs = [{"result_id": result, "content": _kept(found.log)}] if found.log else []
     for table, rows in ((TEST, tests), (FIGURE, figures), (LOG, logs)):
         if rows:  # with RETURNING it is one statement on PostgreSQL instead of one a row
             connection.execute(table.insert().returning(table.c.result_id), rows)
-    if _is_partial(connection, run):
+    if connection.scalar(select(RUN.c.partial).where(RUN.c.id == run)):
         return
     if found.verdict in ENDED and found.attempt > max(attempts, default=0):  # the newest: it was received last
         exact = json.dumps(versions.exact(found.cell, found.environment, found.pins))
@@ -166,35 +148,17 @@ def add_result(connection: Connection, run: int, found: CellResult) -> None:
 
 def refresh_newest(connection: Connection, cells: Iterable[int]) -> None:
     """Find the newest result of these cells among all: it takes milliseconds for a cell with hundreds."""
-    keys_of = (CELL.c.id, RUN.c.id, RESULT.c.id, RESULT.c.environment_id, RESULT.c.pins_id)
+    keys = (PLANNED.c.cell_id, PLANNED.c.run_id, RESULT.c.id.label("result_id"))
     for some in chunks(cells):
         connection.execute(delete(NEWEST).where(NEWEST.c.cell_id.in_(some)))
         whole = and_(RUN.c.partial.is_(False), PLANNED.c.cell_id.in_(some))
-        rows = connection.execute(first(*keys_of, where=whole)).all()
-        texts = texts_of(connection, (key for row in rows for key in row[-2:]))
-        newest = []
-        for row in rows:
-            cell, run, result, environment, pins = row[-len(keys_of) :]
-            found = versions.exact(cell_of(row), environment_of(texts.get(environment)), texts.get(pins, ""))
-            exact = json.dumps(found if result else {})
-            newest.append({"cell_id": cell, "run_id": run, "result_id": result, "versions": exact})
+        rows = connection.execute(first(*keys, *VERSION_FIELDS, where=whole)).all()
+        newest = [
+            {**{key.name: getattr(row, key.name) for key in keys}, "versions": json.dumps(exact)}
+            for row, exact in zip(rows, exact_versions(connection, rows), strict=True)
+        ]
         if newest:
             connection.execute(NEWEST.insert(), newest)
-
-
-def _plan_newest(connection: Connection, run: int) -> None:
-    """A run has planned cells: of those without a result it has the newest plan, unless a newer run has planned them."""
-    if _is_partial(connection, run):
-        return
-    planned = select(PLANNED.c.cell_id).where(PLANNED.c.run_id == run)
-    older = (NEWEST.c.result_id.is_(None), NEWEST.c.run_id < run, NEWEST.c.cell_id.in_(planned))
-    connection.execute(update(NEWEST).where(*older).values(run_id=run))
-    rows = planned.add_columns(literal(run), literal("{}")).where(PLANNED.c.cell_id.not_in(select(NEWEST.c.cell_id)))
-    connection.execute(NEWEST.insert().from_select(["cell_id", "run_id", "versions"], rows))
-
-
-def _is_partial(connection: Connection, run: int) -> bool:
-    return bool(connection.scalar(select(RUN.c.partial).where(RUN.c.id == run)))
 
 
 def _kept(text: str) -> str:

@@ -65,38 +65,26 @@ class Packed(TypeDecorator[str]):
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> bytes | None:
         """The text, compressed."""
-        return None if value is None else pack(value)
+        return None if value is None else zlib.compress(value.encode("utf-8", "surrogatepass"))
 
     def process_result_value(self, value: bytes | None, dialect: Dialect) -> str | None:
-        """The text, decompressed."""
-        return None if value is None else unpack(value)
-
-
-def pack(text: str) -> bytes:
-    """Compress text."""
-    return zlib.compress(text.encode("utf-8", "surrogatepass"))
-
-
-def unpack(content: bytes) -> str:
-    """The text that `pack` compressed.
-
-    Raises:
-        zlib.error: it has none, or is too large.
-    """
-    if not isinstance(content, bytes):  # of a foreign store
-        raise zlib.error(f"a text can't be unpacked: it is {content!r:.40}")
-    if len(content) > MOST // 1032:  # of at most 1,032 bytes each byte is one
-        unpacker, rest, size = zlib.decompressobj(), content, 0
-        while rest:
-            size += len(unpacker.decompress(rest, 2**20))
-            rest = unpacker.unconsumed_tail
-            if size > MOST:
-                raise zlib.error(f"a text has more than {MOST // 2**20} MiB")
-    return zlib.decompress(content).decode("utf-8", "surrogatepass")
+        """The text, decompressed; a `zlib.error` if there is none, or a too large one: a store may be from anywhere."""
+        if value is None:
+            return None
+        if not isinstance(value, bytes):
+            raise zlib.error(f"a text can't be unpacked: it is {value!r:.40}")
+        if len(value) > MOST // 1032:  # of at most 1,032 bytes each byte is one
+            unpacker, rest, size = zlib.decompressobj(), value, 0
+            while rest:
+                size += len(unpacker.decompress(rest, 2**20))
+                rest = unpacker.unconsumed_tail
+                if size > MOST:
+                    raise zlib.error(f"a text has more than {MOST // 2**20} MiB")
+        return zlib.decompress(value).decode("utf-8", "surrogatepass")
 
 
 #: The types of columns by those of SQLite. Other columns have the types that they have there.
-_TYPES: dict[str, type[TypeDecorator[Any]]] = {"DATETIME": Utc, "TEXT": Plain, "BLOB": Packed}
+_TYPES: dict[str, TypeDecorator[Any]] = {"DATETIME": Utc(), "TEXT": Plain(), "BLOB": Packed()}
 
 
 def _reflected() -> MetaData:
@@ -104,8 +92,7 @@ def _reflected() -> MetaData:
 
     @event.listens_for(found, "column_reflect")
     def typed(_: Inspector, __: Table, column: dict[str, Any]) -> None:
-        if kind := _TYPES.get(str(column["type"])):
-            column["type"] = kind()
+        column["type"] = _TYPES.get(str(column["type"]), column["type"])
 
     with create_engine("sqlite://", poolclass=NullPool).connect() as connection:
         for path in sorted(Path(__file__).parent.glob("migrations/versions/*.sql")):

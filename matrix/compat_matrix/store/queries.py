@@ -10,12 +10,13 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select, true
+from sqlalchemy import ColumnElement, Connection, Row, ScalarSelect, Select, and_, case, func, select, true
 
 from ..cells import AXES, Cell, parse_own
 from ..results import ENDED, CellResult, Figure, Test
+from ..versions import exact
 from .models import CELL, FIGURE, LOG, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
-from .records import Past, Run, Summary
+from .records import Newest, Past, Run, Summary
 
 T = TypeVar("T")
 
@@ -24,6 +25,8 @@ _CELL = len(AXES) + 1
 CELL_FIELDS = (*(CELL.c[axis] for axis in AXES), CELL.c.extra)
 RUN_FIELDS: tuple[ColumnElement[Any], ...] = tuple(RUN.c["name" if name == "id" else name] for name in Run._fields)
 _FIGURE_FIELDS = tuple(FIGURE.c[name] for name in Figure._fields)
+#: The columns from which `exact_versions` reads versions.
+VERSION_FIELDS = (RESULT.c.environment_id, RESULT.c.pins_id)
 
 
 def _number(name: str) -> ColumnElement[Any]:
@@ -39,7 +42,7 @@ _SUMMARY_FIELDS = (
 _BRIEF = 6
 
 #: The number of columns that `summary_of` takes.
-SUMMARY = len(CELL_FIELDS) + len(Summary._fields)
+SUMMARY = _CELL + len(Summary._fields)
 
 #: In the order in which the store received the runs, because the clock of the machine that ran one may be wrong.
 NEWEST_FIRST = (RUN.c.id.desc(),)
@@ -47,9 +50,9 @@ NEWEST_FIRST = (RUN.c.id.desc(),)
 #: The condition that the tests of a result ran.
 HAS_ENDED = RESULT.c.verdict.in_(ENDED)
 
-#: Of the results of a cell in several runs, the one that counts first. The ranks are those of `Summary.rank`.
+#: Of the results of a cell in several runs, the one that counts first: its tests ran, or else the machine lacked something.
 _RANK = case((HAS_ENDED, 0), (RESULT.c.verdict.is_not(None), 1), else_=2)
-COUNTS_FIRST = (_RANK, RESULT.c.id.desc())
+_COUNTS_FIRST = (_RANK, RESULT.c.id.desc())
 COUNTS_LAST = (_RANK.desc(), RESULT.c.id)
 
 # Making an alias takes as long as a small query.
@@ -66,19 +69,14 @@ def of_run(*names: str) -> ColumnElement[bool]:
 
 @lru_cache(16)  # making a statement takes as long as executing it
 def summary(*more: Any, brief: bool = False, every: bool = False) -> Select[Any]:
-    """The planned cells with their latest results: the columns for `summary_of`, followed by `more`.
-
-    Args:
-        brief: without times, attempts and the numbers of tests that didn't fail.
-        every: every result instead, and no cells without one.
-    """
+    """The planned cells with their latest results, or with `every` one: the columns for `summary_of`, followed by `more`."""
     fields = _SUMMARY_FIELDS[:_BRIEF] if brief else _SUMMARY_FIELDS
     own = and_(RESULT.c.run_id == PLANNED.c.run_id, RESULT.c.cell_id == PLANNED.c.cell_id, true() if every else IS_LAST)
     query = select(*CELL_FIELDS, *fields, *more).select_from(PLANNED).join(RUN, RUN.c.id == PLANNED.c.run_id)
     return query.join(RESULT, own, isouter=not every).join(CELL, CELL.c.id == PLANNED.c.cell_id)
 
 
-_ORDER = (*COUNTS_FIRST, *NEWEST_FIRST)
+_ORDER = (*_COUNTS_FIRST, *NEWEST_FIRST)
 _NUMBER = func.row_number().over(partition_by=PLANNED.c.cell_id, order_by=_ORDER).label("number")
 
 
@@ -88,10 +86,11 @@ def first(*more: Any, where: ColumnElement[bool]) -> Select[Any]:
     return select(rows).where(rows.c.number == 1)
 
 
-#: As `summary`, for the newest result of each cell in whole runs, followed by the run's key and the exact versions.
+#: As `summary`, for the newest result of each cell in whole runs, with its exact versions and its run.
 CURRENT = (
-    select(*CELL_FIELDS, *_SUMMARY_FIELDS, NEWEST.c.run_id, NEWEST.c.versions)
+    select(*CELL_FIELDS, *_SUMMARY_FIELDS, NEWEST.c.versions, *RUN_FIELDS)
     .select_from(NEWEST)
+    .join(RUN, RUN.c.id == NEWEST.c.run_id)
     .join(CELL, CELL.c.id == NEWEST.c.cell_id)
     .join(PLANNED, and_(PLANNED.c.run_id == NEWEST.c.run_id, PLANNED.c.cell_id == NEWEST.c.cell_id))
     .outerjoin(RESULT, RESULT.c.id == NEWEST.c.result_id)
@@ -122,13 +121,8 @@ def versions_of(text: str) -> Mapping[str, str]:
 
 
 def summary_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
-    """The cell in a row, and its summary."""
-    return _cell(*row[:_CELL]), Summary(*row[_CELL:SUMMARY])
-
-
-def brief_of(row: Sequence[Any]) -> tuple[Cell, Summary]:
-    """As `summary_of`, for a brief query: most rows have one of a few summaries."""
-    return _cell(*row[:_CELL]), _brief(*row[_CELL:])
+    """The cell in a row, and its summary; of a brief query most rows have one of a few summaries."""
+    return _cell(*row[:_CELL]), (Summary if len(row) > _CELL + _BRIEF else _brief)(*row[_CELL:SUMMARY])
 
 
 _brief = lru_cache(1000)(Summary)
@@ -142,28 +136,44 @@ def environment_of(text: str | None) -> Mapping[str, Any]:
 
 def past_of(row: Sequence[Any]) -> Past:
     """The result in a row of `summary` that ends with the run's fields."""
-    return Past(Run(*row[-len(RUN_FIELDS) :]), summary_of(row)[1])
+    return Past(_run(*row[-len(RUN_FIELDS) :]), summary_of(row)[1])
 
 
-def of_cell(query: Select[Any], run_name: str, wanted: Cell, attempt: int | None = None) -> Select[Any]:
-    """`query` over one result of a cell in a run.
+_run = lru_cache(1000)(Run)
 
-    Args:
-        attempt: the number of the attempt; by default the result that counts. If several parts of the run have it, the
-            attempt of the part `run_name` comes first.
-    """
-    query = query.join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
+
+def exact_versions(connection: Connection, rows: Sequence[Row[Any]]) -> list[dict[str, str]]:
+    """The exact versions of the results in rows of `summary` with `VERSION_FIELDS`; none without a result."""
+    texts = texts_of(connection, (key for row in rows for key in (row.environment_id, row.pins_id)))
+    return [
+        exact(cell_of(row), environment_of(texts.get(row.environment_id)), texts.get(row.pins_id, ""))
+        if row.verdict
+        else {}
+        for row in rows
+    ]
+
+
+def newest_of(connection: Connection, query: Select[Any]) -> list[Newest]:
+    """The results in the rows of `summary` with `VERSION_FIELDS`, which end with the run's fields."""
+    rows = connection.execute(query).all()
+    versions = exact_versions(connection, rows)
+    return [Newest(cell_of(row), past_of(row), found) for row, found in zip(rows, versions, strict=True)]
+
+
+def result_key(run_name: str, wanted: Cell, attempt: int | None = None) -> ScalarSelect[int]:
+    """The key of the result of a cell in a run that counts, or of an attempt: that in the part `run_name` before other parts'."""
+    query = select(RESULT.c.id).join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
     query = query.where(of_run(run_name), CELL.c.name == wanted.name)
     query = query.where(IS_LAST if attempt is None else RESULT.c.attempt == attempt)
     own_first = () if attempt is None else (case((RUN.c.name == run_name, 0), else_=1),)
-    return query.order_by(*own_first, *COUNTS_FIRST).limit(1)
+    return query.order_by(*own_first, *_COUNTS_FIRST).limit(1).scalar_subquery()
 
 
 def read_result(
     connection: Connection, run_name: str, wanted: Cell, attempt: int | None, *, log: bool = True
 ) -> CellResult | None:
-    """One result of a cell in a run, chosen as in `of_cell`; None if the run has no such result."""
-    row = connection.execute(of_cell(select(RESULT), run_name, wanted, attempt)).one_or_none()
+    """One result of a cell in a run, chosen as in `result_key`; None if the run has no such result."""
+    row = connection.execute(select(RESULT).where(RESULT.c.id == result_key(run_name, wanted, attempt))).one_or_none()
     if row is None:
         return None
     figures: dict[int, list[Figure]] = {}
@@ -176,12 +186,8 @@ def read_result(
     texts = texts_of(connection, [row.environment_id, row.pins_id, row.command_id])
     found_log = connection.scalar(select(LOG.c.content).where(LOG.c.result_id == row.id)) if log else None
     return CellResult(
-        cell=wanted,
-        verdict=row.verdict,
-        kind=row.kind,
-        reason=row.reason,
-        started=row.started,
-        seconds=row.seconds,
+        wanted,
+        *(row.verdict, row.kind, row.reason, row.started, row.seconds),
         tests=tuple(
             Test(name, outcome, seconds, said or "", tuple(figures.get(key, ())))
             for key, name, outcome, seconds, said in tests
@@ -211,13 +217,11 @@ def measured(*conditions: Any) -> Select[Any]:
     return query.where(*conditions, _IS_FINITE).order_by(RUN.c.id, RESULT.c.attempt, FIGURE.c.name)
 
 
-def figure_of(row: Any) -> tuple[Cell, Figure, Run, Any]:
-    """The cell, the figure and the run in a row of `measured`, and the row."""
+def figure_of(row: Sequence[Any]) -> tuple[Run, Figure]:
+    """The run and the figure in a row of `measured`."""
     end = len(row) - len(RUN_FIELDS)
-    return cell_of(row), Figure(*row[end - len(_FIGURE_FIELDS) : end]), _run(*row[end:]), row
+    return _run(*row[end:]), Figure(*row[end - len(_FIGURE_FIELDS) : end])
 
-
-_run = lru_cache(1000)(Run)
 
 #: A store of unknown origin may have any value.
 _IS_FINITE = func.abs(FIGURE.c.value) <= sys.float_info.max

@@ -11,11 +11,10 @@ from typing import Annotated, Literal, NamedTuple, get_args
 from pydantic import Field
 
 from ..cells import Cell
-from ..results import ENDED, Figure, Kind, Outcome, Verdict
+from ..results import Figure, Kind, Outcome, Verdict
 
 #: The state of a cell in a run: its verdict, or why it has none. ``excluded``: the axes exclude it.
 State = Literal["passed", "flaky", "known", "failed", "not run", "unfinished", "excluded"]
-
 
 #: The limits hold for runs from elsewhere: `foreign` checks them.
 _Line = Annotated[str, Field(max_length=100_000)]
@@ -64,9 +63,7 @@ class Run(NamedTuple):
 class Summary(NamedTuple):
     """A cell in a run, without its tests and its log. If it has no verdict, only `reason` is meaningful.
 
-    Attributes:
-        attempt: the number of its latest attempt in this run, from 1; 0 without a result.
-        seconds: the duration of that attempt.
+    The last fields count its tests by outcome.
     """
 
     verdict: Verdict | None = None
@@ -91,11 +88,6 @@ class Summary(NamedTuple):
         return self.verdict or ("excluded" if self.excluded else "unfinished")
 
     @property
-    def rank(self) -> int:
-        """0 if its tests decided, 1 if the machine lacked something, 2 without a result. A lower one counts for more."""
-        return 0 if self.verdict in ENDED else 1 if self.verdict else 2
-
-    @property
     def counts(self) -> Mapping[Outcome, int]:
         """The number of tests by outcome."""
         return {outcome: getattr(self, outcome) for outcome in get_args(Outcome)}
@@ -109,11 +101,9 @@ class Past(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two runs.
+    """Two runs: the cells that ended differently, and the tests of cells that failed both times which ran both times and failed once.
 
-    Attributes:
-        cells: the cells that ended differently; None if a run doesn't have the cell.
-        tests_broke, tests_mended: of the cells that failed both times, the tests that ran both times and failed once.
+    A run that doesn't have a cell has None for it.
     """
 
     cells: dict[Cell, tuple[Summary | None, Summary | None]]
@@ -122,23 +112,16 @@ class Comparison(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A figure of a cell in a run.
-
-    Attributes:
-        device: the name of the GPU or processor that the cell reported; empty if it reported none.
-    """
+    """A figure of a cell in a run, with the GPU or processor that the cell reported, if any, and the key of the result."""
 
     run: Run
     figure: Figure
     device: str
+    result: int
 
 
 class Newest(NamedTuple):
-    """The newest result or plan of a cell in whole runs.
-
-    Attributes:
-        versions: the exact versions that it was run with, by axis; empty without a result.
-    """
+    """The newest result or plan of a cell in whole runs, with the exact versions of the result by axis."""
 
     cell: Cell
     past: Past

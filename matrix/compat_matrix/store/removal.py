@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
 
-from sqlalchemy import Connection, delete, except_, select, update
+from sqlalchemy import Connection, delete, except_, select
 
 from . import inserts
 from .models import CELL, NEWEST, NODEID, RESULT, RUN, SUBMISSION, TEXT, metadata
 from .records import Run
 from .store import Store
-from .submissions import StateError, waiting
+from .submissions import StateError
 
 
 def delete_runs(store: Store, runs: Iterable[str]) -> None:
@@ -23,16 +23,13 @@ def delete_runs(store: Store, runs: Iterable[str]) -> None:
         StateError: a run hasn't ended.
         MatrixError: a run doesn't exist.
     """
-    names = [*dict.fromkeys(runs)]
-    executed = {one.run for one in waiting(store)}
-    for name in names:
-        if store.run(name).state == "running" or name in executed:
-            raise _running(name)
+    names = dict.fromkeys(runs)
+    with store.reading() as connection:
+        for name in names:
+            _ended(connection, name)
     for name in names:
         with store.writing() as connection:
-            deleted = _delete(connection, name)
-        if not deleted:
-            raise _running(name)
+            _delete(connection, name)
     if names:
         _sweep(store)
 
@@ -43,18 +40,20 @@ def older(store: Store, keep: timedelta) -> list[Run]:
     return [one for one in store.runs() if one.state != "running" and (one.finished or one.started) < before]
 
 
-def _running(name: str) -> StateError:
-    return StateError(f"the run {name} hasn't ended: cancel it first")
-
-
-def _delete(connection: Connection, name: str) -> bool:
-    """Delete a run and every row that refers to it or to its results, whichever table has it; false if it hasn't ended."""
-    inserts.lock(connection)
+def _ended(connection: Connection, name: str) -> int:
+    """The key of a run that has ended, which stays so until the transaction ends."""
     key = inserts.key(connection, name)
     waits = select(SUBMISSION.c.id).where(SUBMISSION.c.run_id == key).exists()
-    ended = RUN.c.id == key, RUN.c.state != "running", ~waits
-    if not connection.execute(update(RUN).where(*ended).values(state=RUN.c.state)).rowcount:  # locks the row
-        return False
+    ended = select(RUN.c.id).where(RUN.c.id == key, RUN.c.state != "running", ~waits)
+    if connection.scalar(ended.with_for_update()) is None:
+        raise StateError(f"the run {name} hasn't ended: cancel it first")
+    return key
+
+
+def _delete(connection: Connection, name: str) -> None:
+    """Delete a run and every row that refers to it or to its results, whichever table has it."""
+    inserts.lock(connection)
+    key = _ended(connection, name)
     results = select(RESULT.c.id).where(RESULT.c.run_id == key)
     shown = connection.scalars(select(NEWEST.c.cell_id).where(NEWEST.c.run_id == key)).all()
     for table in reversed(metadata.sorted_tables):
@@ -64,14 +63,13 @@ def _delete(connection: Connection, name: str) -> bool:
             connection.execute(delete(table).where(table.c.run_id == key))
     connection.execute(delete(RUN).where(RUN.c.id == key))
     inserts.refresh_newest(connection, shown)
-    return True
 
 
 def _sweep(store: Store) -> None:
     """Delete the texts, the names of tests and the cells to which no row refers."""
+    references = [key for table in metadata.sorted_tables for key in table.foreign_keys]
     for owner in (TEXT, NODEID, CELL):
-        references = (key for table in metadata.sorted_tables for key in table.foreign_keys)
-        columns = [key.parent for key in references if key.column is owner.c.id]
+        columns = (key.parent for key in references if key.column is owner.c.id)
         used = (select(column).where(column.is_not(None)) for column in columns)
         with store.writing() as connection:
             inserts.lock(connection)

@@ -7,13 +7,13 @@ import re
 import secrets
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Select, and_, case, false, func, or_, select, text, true, update
+from sqlalchemy import Connection, Engine, Select, and_, case, func, select, text, true, update
 
 from ..cells import Cell
 from ..errors import MatrixError
@@ -31,8 +31,7 @@ _MEASURED = 100
 class Store:
     """Results in a database; a context manager. Thread-safe.
 
-    Each writing method is one transaction. Every method raises `MatrixError` if the
-    database fails or has no such run.
+    Each writing method is one transaction. Every method raises `MatrixError` if the database fails or has no such run.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -105,7 +104,7 @@ class Store:
             excluded: excluded cells, with the reasons.
             axes: the text of the axes file.
             label: a name for the run, which need not be unique.
-            partial: whether its cells run less than their default suite; `current` and ``latest`` leave such runs out.
+            partial: whether its cells run anything other than their whole default suite; `current` and ``latest`` leave such runs out.
             submission: the ``suite`` and the ``fingerprint`` of a run that waits for a service.
         """
         started = datetime.now(timezone.utc)
@@ -138,7 +137,7 @@ class Store:
 
     def runs(self) -> list[Run]:
         """All runs, newest first."""
-        return self._runs("")
+        return self._runs()
 
     def resolve(self, text: str) -> str:
         """The id of a run by its id, its label, the beginning of its id, ``latest``, or ``latest~1`` for the one before.
@@ -159,31 +158,30 @@ class Store:
             if back < len(wholes):
                 return wholes[back]
             raise MatrixError(f"there is no {text}: the store {self.name} has {plural(len(wholes), 'run')}")
-        for same in ([r for r in known if r.id == text], [r for r in known if text and r.label == text]):
-            if same:
-                return same[0].whole
-        begin = [*dict.fromkeys(one.whole for one in known if text and one.id.startswith(text))]
-        if len(begin) == 1:
-            return begin[0]
-        if begin:
-            raise MatrixError(f"{len(begin)} runs begin with {text!r}: {_some(begin)}")
-        raise MatrixError(f"no run is called {text!r}; there are {_some([one.id for one in known])}")
+        named = [one for one in known if one.id == text] or [one for one in known if text and one.label == text][:1]
+        found = named or [one for one in known if text and one.id.startswith(text)]
+        wholes = [*dict.fromkeys(one.whole for one in found)]
+        if len(wholes) == 1:
+            return wholes[0]
+        some = ", ".join([one.id for one in found or known][:5])
+        if found:
+            raise MatrixError(f"{len(wholes)} runs begin with {text!r}, such as {some}")
+        raise MatrixError(f"no run is called {text!r}; there are {some}{', and others' * (len(known) > 5)}")
 
     def parts(self, run: str) -> list[Run]:
         """The parts of a run, in the order received; only the run itself if it has no others."""
-        return self._runs(run, queries.of_run(run))[::-1]
+        return self._runs(queries.of_run(self.run(run).id))[::-1]
 
     def run(self, run: str) -> Run:
         """A run by its id: this part of it."""
-        return self._runs(run, RUN.c.name == run)[0]
+        with self.reading() as connection:
+            key = inserts.key(connection, run)
+        return self._runs(RUN.c.id == key)[0]
 
-    def _runs(self, name: str, *conditions: Any) -> list[Run]:
+    def _runs(self, *conditions: Any) -> list[Run]:
         query = select(*queries.RUN_FIELDS).where(*conditions).order_by(*queries.NEWEST_FIRST)
         with self.reading() as connection:
-            rows = connection.execute(query).all()
-            if conditions and not rows:
-                inserts.key(connection, name)
-        return [Run(*row) for row in rows]
+            return [Run(*row) for row in connection.execute(query)]
 
     def axes(self, run: str) -> str:
         """The text of the axes file, as passed to `new_run`."""
@@ -192,9 +190,7 @@ class Store:
             return connection.scalar(query) or ""
 
     def summary(self, run: str, *, brief: bool = False) -> dict[Cell, Summary]:
-        """Every cell of a run, in the order planned, with the result that counts. One query.
-
-        That is a cell's latest result in a part of the run, and of several parts the newest.
+        """Every cell of a run, in the order planned, with the result that counts: the latest, and of several parts the newest.
 
         Args:
             brief: in any order, and without times, attempts and the numbers of tests that didn't fail; which is faster.
@@ -202,7 +198,7 @@ class Store:
         order = () if brief else (RUN.c.id, PLANNED.c.position)
         query = queries.summary(brief=brief).where(queries.of_run(run)).order_by(*order)
         with self.reading() as connection:
-            found = _counting(connection, query, queries.brief_of if brief else queries.summary_of)
+            found = _counting(connection, query)
             if not found:
                 inserts.key(connection, run)
         return found
@@ -241,25 +237,32 @@ class Store:
 
         A run in which the cell wasn't run or was only planned counts if no other run has the cell.
         """
-        if runs is None:
-            return {one.cell: one.past for one in sorted(self.newest())}
-        with self.reading() as connection:
-            rows = connection.execute(queries.first(*queries.RUN_FIELDS, where=queries.of_run(*runs))).all()
-        return dict(sorted((queries.cell_of(row), queries.past_of(row)) for row in rows))
+        return {one.cell: one.past for one in sorted(self.newest(runs))}
 
-    def newest(self, cells: Collection[Mapping[str, str]] = ({},)) -> list[Newest]:
-        """As `current`, with the exact versions, for the cells with any of these combinations of values of axes."""
-        wanted = or_(false(), *(and_(true(), *(CELL.c[axis] == value for axis, value in one.items())) for one in cells))
+    def newest(self, runs: Collection[str] | None = None, *, cell: Cell | None = None) -> list[Newest]:
+        """As `current`, in any order, with the exact versions; only of one cell if it is given."""
+        own = true() if cell is None else CELL.c.name == cell.name
         with self.reading() as connection:
-            rows = connection.execute(queries.CURRENT.where(wanted)).all()
-            runs: dict[int, Run] = {}
-            for keys in queries.chunks({row.run_id for row in rows}):
-                query: Select[Any] = select(RUN.c.id, *queries.RUN_FIELDS).where(RUN.c.id.in_(keys))
-                runs |= {row[0]: Run(*row[1:]) for row in connection.execute(query)}
-        found = ((*queries.summary_of(row), row) for row in rows)
-        return [
-            Newest(cell, Past(runs[row.run_id], one), queries.versions_of(row.versions)) for cell, one, row in found
-        ]
+            if runs is not None:
+                more = (*queries.VERSION_FIELDS, *queries.RUN_FIELDS)
+                return queries.newest_of(connection, queries.first(*more, where=and_(queries.of_run(*runs), own)))
+            rows = connection.execute(queries.CURRENT.where(own))
+            return [
+                Newest(queries.cell_of(row), queries.past_of(row), queries.versions_of(row.versions)) for row in rows
+            ]
+
+    def in_each_environment(self, cells: Iterable[Cell]) -> list[Newest]:
+        """The newest results of each of these cells whose tests ran, one for each of its environments, in whole runs."""
+        best: Select[Any] = select(func.max(RESULT.c.id)).join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
+        best = best.where(RUN.c.partial.is_(False), queries.HAS_ENDED, queries.IS_LAST)
+        best = best.group_by(RESULT.c.cell_id, *queries.VERSION_FIELDS)
+        query = queries.summary(*queries.VERSION_FIELDS, *queries.RUN_FIELDS, every=True)
+        found: list[Newest] = []
+        with self.reading() as connection:
+            for names in queries.chunks(cell.name for cell in cells):
+                own = RESULT.c.cell_id.in_(select(CELL.c.id).where(CELL.c.name.in_(names)))
+                found += queries.newest_of(connection, query.where(RESULT.c.id.in_(best.where(own))))
+        return found
 
     def totals(self, runs: Iterable[str]) -> dict[str, Counter[State]]:
         """The number of cells in each state, for each of these runs."""
@@ -273,15 +276,17 @@ class Store:
                     totals[name][found] = count
         return totals
 
-    def unfinished(self, run: str) -> list[Cell]:
-        """The planned cells without a result, in the order planned."""
-        return [found for found, summary in self.summary(run).items() if summary.state == "unfinished"]
+    def past(self, run: str, cell: Cell, attempt: int | None = None) -> Past | None:
+        """A result of a cell in a run without its tests, chosen as by `result`; None if the run has none."""
+        query = queries.summary(*queries.RUN_FIELDS, every=True)
+        with self.reading() as connection:
+            row = connection.execute(query.where(RESULT.c.id == queries.result_key(run, cell, attempt))).one_or_none()
+        return queries.past_of(row) if row else None
 
     def result(self, run: str, cell: Cell, attempt: int | None = None, *, log: bool = True) -> CellResult:
-        """The whole result of a cell in a run: the one that counts, or of the given attempt.
+        """The whole result of a cell in a run: the one that counts, or of an attempt in this part of the run, or else another part.
 
         Args:
-            attempt: an attempt of the part `run`, if that part has it; else of another part.
             log: include the log, which may be large.
 
         Raises:
@@ -296,21 +301,18 @@ class Store:
 
     def environment(self, run: str, cell: Cell) -> dict[str, Any]:
         """The environment in the result of a cell that counts; empty if it has none."""
-        query = select(TEXT.c.content).select_from(RESULT).outerjoin(TEXT, RESULT.c.environment_id == TEXT.c.id)
+        query = select(TEXT.c.content).join(RESULT, RESULT.c.environment_id == TEXT.c.id)
         with self.reading() as connection:
-            found = connection.scalar(queries.of_cell(query, run, cell))
+            found = connection.scalar(query.where(RESULT.c.id == queries.result_key(run, cell)))
         return dict(queries.environment_of(found))
 
     def figures(self, run: str) -> dict[Cell, list[Figure]]:
         """The figures of a run, by cell, sorted by name: those of the results that count."""
-        found: dict[Cell, list[Figure]] = {}
+        measured = self.measured(runs=[run])
         with self.reading() as connection:
-            rows = connection.execute(queries.measured(queries.of_run(run), queries.IS_LAST)).all()
-            counting = {result for _, _, result in self._ends(connection, run).values()} if rows else set()
-        for cell, figure, _, row in map(queries.figure_of, rows):
-            if row.result_id in counting:
-                found.setdefault(cell, []).append(figure)
-        return found
+            counting = {result for _, _, result in self._ends(connection, run).values()} if measured else set()
+        found = {cell: [one.figure for one in every if one.result in counting] for cell, every in measured.items()}
+        return {cell: figures for cell, figures in found.items() if figures}
 
     def measured(self, *, cell: Cell | None = None, runs: Collection[str] = ()) -> dict[Cell, list[Measured]]:
         """Figures by cell, in the order received: those in the given runs, or of one cell in the last 100 runs that measured any."""
@@ -325,8 +327,9 @@ class Store:
             texts = queries.texts_of(connection, (row.environment_id for row in rows))
         devices = {key: str(queries.environment_of(content).get("device", "")) for key, content in texts.items()}
         found: dict[Cell, list[Measured]] = {}
-        for of, figure, run, row in map(queries.figure_of, rows):
-            found.setdefault(of, []).append(Measured(run, figure, devices.get(row.environment_id, "")))
+        for row in rows:
+            one = Measured(*queries.figure_of(row), devices.get(row.environment_id, ""), row.result_id)
+            found.setdefault(queries.cell_of(row), []).append(one)
         return found
 
     def history(self, cell: Cell, *, run: str | None = None, limit: int | None = None) -> list[Past]:
@@ -360,10 +363,8 @@ class Store:
 
     def _lacking(self, theirs: foreign.Copied) -> list[tuple[Cell, int]]:
         """The cells and attempts of the results of a run that this store lacks."""
-        query = select(*queries.CELL_FIELDS, RESULT.c.attempt).join_from(RESULT, CELL, CELL.c.id == RESULT.c.cell_id)
-        query = query.join(RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.name == theirs.run.id)
         with self.reading() as connection:
-            here = {(queries.cell_of(row), row.attempt) for row in connection.execute(query)}
+            here = {(queries.cell_of(row), row.attempt) for row in foreign.attempts(connection, theirs.run.id)}
         return [one for one in theirs.attempts if one not in here]
 
     def _merge(self, other: Store, theirs: foreign.Copied, lacking: list[tuple[Cell, int]]) -> bool:
@@ -409,7 +410,7 @@ class Store:
             raise MatrixError(f"{target} can't be written: {error}") from error
 
     def single_file(self) -> None:
-        """Merge SQLite's write-ahead log into the file, which can then be copied, and read on read-only media."""
+        """Merge SQLite's write-ahead log into the file."""
         with database.explained(self.name):
             database.set_journal(self._engine, "DELETE")
 
@@ -426,19 +427,15 @@ class Store:
             yield connection
 
 
-def _counting(
-    connection: Connection,
-    query: Select[Any],
-    made: Callable[[Sequence[Any]], tuple[Cell, Summary]] = queries.summary_of,
-) -> dict[Cell, Summary]:
+def _counting(connection: Connection, query: Select[Any]) -> dict[Cell, Summary]:
     """The summaries that count, of the rows of `queries.summary` for one run."""
     found: dict[Cell, Summary] = {}
     number = 0
     for rows in connection.execute(query).partitions(1000):  # all at once, garbage collection would take long
-        found.update(map(made, rows))
+        found.update(map(queries.summary_of, rows))
         number += len(rows)
     if len(found) < number:  # several parts have a cell
-        found.update(map(made, connection.execute(query.order_by(None).order_by(*queries.COUNTS_LAST))))
+        found.update(map(queries.summary_of, connection.execute(query.order_by(None).order_by(*queries.COUNTS_LAST))))
     return found
 
 
@@ -459,7 +456,3 @@ def _failed_once(connection: Connection, pairs: Iterable[tuple[int, int]]) -> di
                 if row.nodeid_id in once[row.result_id]:
                     found.setdefault(queries.cell_of(row), []).append(row.name)
     return {cell: sorted(tests) for cell, tests in found.items()}
-
-
-def _some(ids: Sequence[str]) -> str:
-    return ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")

@@ -32,7 +32,7 @@ class Waiting(NamedTuple):
 
     Attributes:
         host: the machine of the service that executes it; empty while it waits.
-        seen: when that service last said so, by its clock.
+        seen: when that service last said so, by the clock of the database.
         reason: why its execution failed before; empty if it didn't.
     """
 
@@ -58,11 +58,9 @@ def cancel(store: Store, run: str) -> None:
     """
     with store.writing() as connection:
         key = inserts.key(connection, run)
-        running = connection.scalar(select(RUN.c.state).where(RUN.c.id == key)) == "running"
-        if running:
-            remove(connection, key)
-    if not running:
-        raise StateError(f"the run {run} has ended")
+        if connection.scalar(select(RUN.c.state).where(RUN.c.id == key)) != "running":
+            raise StateError(f"the run {run} has ended")
+        remove(connection, key)
 
 
 def waiting(store: Store) -> list[Waiting]:
@@ -75,12 +73,10 @@ def waiting(store: Store) -> list[Waiting]:
 def running(store: Store, run: str | None = None) -> list[Running]:
     """The cells of one run or of all that services run now."""
     query = select(RUN.c.name, SUBMISSION.c.running).join_from(SUBMISSION, RUN).order_by(SUBMISSION.c.id)
-    if run is not None:
-        query = query.where(RUN.c.name == run)
     with store.reading() as connection:
-        rows = connection.execute(query).all()
-    return [
-        Running(name, parse(cell), datetime.fromisoformat(since))
-        for name, cells in rows
-        for cell, since in json.loads(cells).items()
-    ]
+        return [
+            Running(name, parse(cell), datetime.fromisoformat(since))
+            for name, cells in connection.execute(query)
+            if run in (None, name)
+            for cell, since in json.loads(cells).items()
+        ]

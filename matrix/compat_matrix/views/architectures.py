@@ -22,7 +22,6 @@ LEGEND = {
 #: A verdict with the cases that have it.
 Verdict = tuple[str, Sequence[str]]
 
-
 #: Consecutive releases, empty for all since the type's first one, with the verdicts that a type has there, the worst first.
 Span = tuple[str, Sequence[Verdict]]
 

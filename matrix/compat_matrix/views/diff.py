@@ -73,20 +73,17 @@ def _ended(summary: Summary | None) -> str | None:
 def _figures(store: Store, old: str, new: str) -> tuple[list[FigureChange], int]:
     """The figures that changed between two whole runs, and the number of those whose noise isn't known."""
     runs = [*dict.fromkeys(one.whole for one in store.runs())]
-    place = runs.index(old)
-    past = [one for one in runs[place : place + _RUNS] if one != new]
+    past = [one for one in runs[runs.index(old) :][:_RUNS] if one != new]
     changes, too_few = [], 0
     for cell, every in _in_order(store.measured(runs=[*past, new])).items():
         now = {one.figure.name: one for one in every if one.run.whole == new}
         earlier = [one for one in every if one.run.whole != new]
         for _, one in sorted(now.items()):
             found = trend.level([each.figure.value for each in trend.comparable(earlier, one)])
-            expected = trend.noise(found.values)
-            if expected is None:
+            if (expected := trend.noise(found.values)) is None:
                 too_few += 1
-                continue
-            side = expected.side(one.figure.value)
-            if side and side not in map(expected.side, found.outside):  # else an earlier run was the first
+            elif (side := expected.side(one.figure.value)) and side not in map(expected.side, found.outside):
+                # Else an earlier run was the first.
                 changes.append(FigureChange(cell=cell, **one.figure._asdict(), **expected._asdict()))
     return changes, too_few
 
@@ -132,9 +129,9 @@ def _change_line(change: CellChange, width: int) -> Text:
 
 
 def _figure_line(found: FigureChange) -> Text:
-    value, usual, low, high = found.value or 0.0, found.usual, found.low, found.high
+    value = found.value or 0.0
     return Text(
-        f"  {found.cell}  {common.one_line(found.name)}: {trend.changed(usual, value, found.better)}, "
-        f"{trend.number(value, found.unit)}; usual is {trend.number(usual, found.unit)}, "
-        f"from {trend.number(low)} to {trend.number(high)}"
+        f"  {found.cell}  {common.one_line(found.name)}: {trend.changed(found.usual, value, found.better)}, "
+        f"{trend.number(value, found.unit)}; usual is {trend.number(found.usual, found.unit)}, "
+        f"from {trend.number(found.low)} to {trend.number(found.high)}"
     )

@@ -12,7 +12,7 @@ from typing import Any
 from packaging.utils import canonicalize_name
 from rich.text import Text
 
-from ..cells import AXES, Cell, parse
+from ..cells import Cell, parse
 from ..errors import MatrixError
 from ..results import CellResult, Test
 from ..store import Measured, Past, Store
@@ -33,10 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
     cell = parse(arguments.cell)
     with common.open_store(arguments.store) as store:
         run = store.resolve(arguments.chosen) if arguments.chosen else ""
-        past = past_of(store, cell, run)
-        if run and past is None:
-            raise MatrixError(f"the run {run} has no result of {cell}")
-        lines = [*(_explained(store, cell, past, arguments) if past else _without(store, cell))]
+        past = past_of(store, cell, run) or (None if run else plan_of(store, cell))
+        if past is None:
+            without = f"the run {run} has no result of {cell}"
+            raise MatrixError(without if run else f"the store {store.name} has no cell {cell}: no run has planned it")
+        lines = [*_explained(store, cell, past, arguments.full)]
         lines += common.section("figures", common.aligned(figures(store, cell)))
         history = store.history(cell)
     common.show([*lines, *common.section("history", map(_past, history))])
@@ -45,48 +46,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 def plan_of(store: Store, cell: Cell) -> Past | None:
     """The newest result of a cell in whole runs, or else its newest plan."""
-    axes = {axis: getattr(cell, axis) for axis in AXES} | {"extra": cell.own}
-    return next((one.past for one in store.newest([axes])), None)
+    return next((one.past for one in store.newest(cell=cell)), None)
 
 
 def past_of(store: Store, cell: Cell, run: str = "", attempt: int | None = None) -> Past | None:
-    """The result of a cell and the run that has it; None if the cell has no result.
-
-    Args:
-        run: the id of a run; by default that of the newest result in whole runs, or else in partial ones.
-        attempt: an attempt of this part of the run, or else of another part; by default the result that counts.
-    """
+    """A result of a cell, as `Store.past`, by default the newest in whole runs, or else in partial ones."""
     if not run:
         newest = plan_of(store, cell)
         some = [newest] if newest and newest.summary.verdict else store.history(cell, limit=1)
-        if not some:
-            return None
-        run = some[0].run.id
-    own = store.history(cell, run=run)
-    if attempt is None:
-        latest = {past.run.id: past for past in reversed(own)}
-        return min(reversed(latest.values()), key=lambda past: past.summary.rank, default=None)
-    own = [past for past in own if past.summary.attempt == attempt]
-    return next((past for past in own if past.run.id == run), next(iter(own), None))
+        run = next((past.run.id for past in some), "")
+    return store.past(run, cell, attempt)
 
 
-def _without(store: Store, cell: Cell) -> Iterator[Text]:
-    """The output for a cell without a result in any run."""
-    planned = plan_of(store, cell)
-    if planned is None:
-        raise MatrixError(f"the store {store.name} has no cell {cell}: no run has planned it")
-    yield from _state(cell, planned)
-    yield Text(f"run        {common.named(planned.run)}")
-    if planned.summary.state != "excluded":
-        yield Text(f"run it     {common.reproduce(cell, planned.run)}")
-
-
-def _explained(store: Store, cell: Cell, past: Past, arguments: argparse.Namespace) -> Iterator[Text]:
-    found, full = store.result(past.run.id, cell, past.summary.attempt), arguments.full
-    yield from _state(cell, past)
-    attempt = f", attempt {found.attempt}" if found.attempt > 1 else ""
-    took = common.duration(found.seconds)
-    yield Text(f"run        {common.named(past.run)}, {common.moment(found.started)}, {took}{attempt}")
+def _explained(store: Store, cell: Cell, past: Past, full: bool) -> Iterator[Text]:
+    yield Text.assemble((f"{cell}: ", "bold"), _word(past))
+    if past.summary.reason:
+        yield Text(common.clean(past.summary.reason))
+    if past.summary.verdict is None:
+        yield Text(f"run        {common.named(past.run)}")
+        if not past.summary.excluded:
+            yield Text(f"run it     {common.reproduce(cell, past.run)}")
+        return
+    found = store.result(past.run.id, cell, past.summary.attempt)
+    took = common.duration(found.seconds) + (f", attempt {found.attempt}" if found.attempt > 1 else "")
+    yield Text(f"run        {common.named(past.run)}, {common.moment(found.started)}, {took}")
     yield Text(f"tests      {common.counted(test.outcome for test in found.tests)}")
     yield Text(f"run again  {common.reproduce(cell, past.run)}")
     if found.command:
@@ -98,19 +81,12 @@ def _explained(store: Store, cell: Cell, past: Past, arguments: argparse.Namespa
     yield from common.section("environment", [common.one_line(line, 1000) for line in environment])
     rows = [(one.name, one.state, one.reason) for one in shims(found.environment)]
     yield from common.section("shims", common.aligned(rows))
-    if arguments.pins:
-        yield from common.section("pins", common.clean(found.pins).splitlines() or ["none"])
     log = common.clean(found.log).splitlines()
     if full:
+        yield from common.section("pins", common.clean(found.pins).splitlines() or ["none"])
         yield from common.section("log", log or ["empty"])
     elif found.verdict == "failed" and not any(test.bad for test in found.tests):
         yield from common.section("the end of the log (--full has all of it)", log[-15:])
-
-
-def _state(cell: Cell, past: Past) -> Iterator[Text]:
-    yield Text.assemble((f"{cell}: ", "bold"), _word(past))
-    if past.summary.reason:
-        yield Text(common.clean(past.summary.reason))
 
 
 def _word(past: Past) -> tuple[str, str]:
@@ -127,8 +103,7 @@ def _past(past: Past) -> Text:
 def _tests(found: CellResult, full: bool) -> Iterator[Text]:
     shown = [test for test in found.tests if test.bad or test.outcome in ("known", "flaky")]
     shown.sort(key=lambda test: not test.bad)
-    for kept, some in [([*_report(test)], [test]) for test in shown] if full else alike(shown):
-        first, *others = some
+    for kept, (first, *others) in [(_report(test), [test]) for test in shown] if full else alike(shown):
         title = common.one_line(first.nodeid, 1000) + ("" if first.bad else f" ({first.outcome})")
         more = f"and {plural(len(others), 'more test')} with the same error" if others else ""
         yield from (Text(), Text(title, common.STYLES[first.outcome]), *([Text(f"    {more}")] if more else ()))
@@ -172,12 +147,11 @@ def installed(found: CellResult) -> dict[str, str]:
 
 def facts(environment: Mapping[str, Any]) -> dict[str, str]:
     """The environment that a cell reported, without packages and shims."""
-    texts = {
-        name: "; ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return {
+        name: common.clean("; ".join(map(str, value)) if isinstance(value, list) else str(value))
         for name, value in environment.items()
-        if name not in ("packages", "shims")
+        if name not in ("packages", "shims") and value not in ("", [])
     }
-    return {name: common.clean(value) for name, value in texts.items() if value}
 
 
 def shims(environment: Mapping[str, Any]) -> list[Shim]:
@@ -187,8 +161,7 @@ def shims(environment: Mapping[str, Any]) -> list[Shim]:
     for name, shim in entries.items() if isinstance(entries, Mapping) else ():
         if isinstance(shim, Mapping) and isinstance(seams := shim.get("seams", []), list):
             found.append(Shim(name=name, state=shim.get("state", ""), reason=shim.get("reason", ""), seams=seams))
-    place = {state: number for number, state in enumerate(_STATES)}
-    return sorted(found, key=lambda shim: (place.get(shim.state, len(place)), shim.name))
+    return sorted(found, key=lambda shim: ([*_STATES, shim.state].index(shim.state), shim.name))
 
 
 def figures(store: Store, cell: Cell) -> list[tuple[str, str, str, str]]:

@@ -104,24 +104,18 @@ class CellState(Model):
 
     @classmethod
     def of(cls: type[T], cell: Cell, run: str, summary: Summary, **more: Any) -> T:
-        """The state of a cell in the run of an id.
-
-        Args:
-            more: further fields, and others than those of the cell and the summary.
-        """
-        there = {"seconds": summary.seconds, "attempt": summary.attempt, "tests": summary.counts}
+        """The state of a cell in the run of an id; `more` are further fields, and others than those of cell and summary."""
+        axes = {axis: getattr(cell, axis) for axis in AXES} | {"extra": dict(cell.extra)}
         values = {
             "cell": cell,
-            **{axis: getattr(cell, axis) for axis in AXES},
-            "extra": dict(cell.extra),
+            **axes,
             "run": run,
+            **summary._asdict(),
             "state": summary.state,
-            "kind": summary.kind,
-            "reason": summary.reason,
-            "started": summary.started,
-            **(there if summary.verdict else dict.fromkeys(there)),
+            "tests": summary.counts,
         }
-        return cls(**values | more)
+        nothing = {} if summary.verdict else dict.fromkeys(("seconds", "attempt", "tests"))
+        return cls(**values | nothing | more)
 
 
 class MeasuredCell(CellState):
@@ -185,11 +179,10 @@ class ChangedState(Model):
     reason: Text
 
 
-def _changed(summary: Summary | None) -> ChangedState | None:
-    return summary and ChangedState.model_validate(summary)
-
-
-ChangedSummary = Annotated[SkipValidation[Summary | None], PlainSerializer(_changed, return_type=ChangedState | None)]
+ChangedSummary = Annotated[
+    SkipValidation[Summary | None],
+    PlainSerializer(lambda summary: summary and ChangedState.model_validate(summary), return_type=ChangedState | None),
+]
 
 
 class CellChange(Model):
@@ -216,10 +209,8 @@ class Changes(Model):
         broke: cells that didn't fail, and fail now.
         mended: cells that failed, were flaky or failed as known, and pass now.
         changed: cells that failed, and fail differently now; or that are flaky or fail as known now.
-        appeared: cells that ended in the new run only.
-        gone: cells that ended in the old run only: not planned any more, not finished, or not run.
-        tests_broke, tests_mended: by cell, for cells that failed in both runs: the tests that passed in the old run and failed in
-            the new one, and the reverse. Tests that ran in one of the runs only are left out.
+        appeared, gone: cells that ended in one of the runs only.
+        tests_broke, tests_mended: for cells that failed in both runs, the tests that ran in both and failed in one.
         figures: figures beyond the noise of the runs up to the old one.
         figures_with_too_few_runs: the number of figures of which too few runs are there to know their noise.
     """

@@ -53,13 +53,6 @@ def merge(arguments: argparse.Namespace) -> int:
 
 
 def copied(store: Store, path: str) -> list[str]:
-    """Copy everything that a store lacks from another one; returns the ids of the copied runs.
-
-    Args:
-        path: the other store, which may be from anywhere: a file or a SQLAlchemy URL.
-
-    Raises:
-        MatrixError: it can't be read, or a part of it isn't valid. Then nothing has been copied.
-    """
+    """As `Store.merge`, from a file or a URL; returns the ids of the copied runs."""
     with Store.open(path, create=False, foreign=True) as other:
         return store.merge(other)

@@ -35,10 +35,9 @@ class Level(NamedTuple):
     """The current level of a series.
 
     Attributes:
-        values: its values, oldest first.
+        values: its values, oldest first; `before`: those of the level before.
         first: the place of its first value in the series.
         outside: the last values of the series, if they are beyond the noise of the level, all on the same side.
-        before: the values of the level before.
     """
 
     values: list[float]
@@ -48,12 +47,7 @@ class Level(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Where the next value of a level is expected.
-
-    Attributes:
-        usual: the mean of its values.
-        low, high: the smallest and the largest value that aren't beyond the noise.
-    """
+    """Where the next value of a level is expected: the mean, and the smallest and the largest value that aren't beyond the noise."""
 
     usual: float
     low: float
@@ -124,10 +118,8 @@ def direction(better: Better | None) -> str:
 
 def changed(usual: float, value: float, better: Better | None) -> str:
     """The change from the usual value, in words: ``25 % worse``."""
-    up = value > usual
-    word = {None: "more" if up else "less", "lower": "worse" if up else "better"}.get(
-        better, "better" if up else "worse"
-    )
+    words = {None: ("less", "more"), "lower": ("better", "worse"), "higher": ("worse", "better")}
+    word = words[better][value > usual]
     if not usual or abs(value / usual) >= 10:
         return word
     return f"{abs(value / usual - 1):.0%} {word}".replace("%", " %")

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
-from sqlalchemy import Select, func, select
 
-from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, WORD, Cell
+from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, WORD
 from ..errors import MatrixError
 from ..results import FINE
 from ..store import Newest, Store
-from ..store import queries as stored
-from ..store.models import CELL, RESULT, RUN
-from ..versions import checked, exact, parsed, related, release, same
+from ..versions import checked, parsed, related, release, same
 from .explain import shims
 from .facts import CellState, Model, NamedCell, Shim, Text
 
@@ -40,27 +37,23 @@ _WORST = ("wrong", "failed", "known", "flaky", "passed")
 def wanted(axes: Mapping[str, str | None]) -> dict[str, str]:
     """A requested combination: the values of some axes, versions without their local part.
 
-    A version of two components matches any of its patches. Values of the project's own axes are releases, which are compared as
-    these, or words.
-
     Args:
-        axes: values by axis; None stands for every value.
+        axes: values by axis; None stands for every value. Those of the project's own axes are releases or words.
 
     Raises:
         MatrixError: an axis never has this value.
     """
     words = {"flash_attention": FLASH_ATTENTION, "device": DEVICES}
-    found = {}
-    for axis in (*AXES, *sorted(axes.keys() - {*AXES})):
-        if (value := axes.get(axis)) is None:
-            continue
-        if axis in words and value not in words[axis]:
-            raise MatrixError(f"{axis} is one of {', '.join(words[axis])}, not {value!r}")
-        is_word = axis in words or (axis not in AXES and re.fullmatch(WORD, value))
-        try:
-            found[axis] = value if is_word else checked(value)
-        except MatrixError as error:
-            raise MatrixError(f"{axis} is {error}") from None
+    found = {axis: value for axis in (*AXES, *sorted(axes.keys() - {*AXES})) if (value := axes.get(axis)) is not None}
+    for axis, value in found.items():
+        if axis in words:
+            if value not in words[axis]:
+                raise MatrixError(f"{axis} is one of {', '.join(words[axis])}, not {value!r}")
+        elif axis in AXES or not re.fullmatch(WORD, value):
+            try:
+                found[axis] = checked(value)
+            except MatrixError as error:
+                raise MatrixError(f"{axis} is {error}") from None
     return found
 
 
@@ -73,12 +66,7 @@ class Difference(Model):
 
 
 class Tested(CellState):
-    """A cell with its newest result, and exact versions as it reported them, or from its pins, or from the axes file.
-
-    Attributes:
-        verdict: ``refused`` or ``unknown`` without a result.
-        shims, differs: those of the cell, and the axes on which it differs from the request, in an answer.
-    """
+    """A cell with its newest result, and its exact versions; in an answer with its shims and how it differs from the request."""
 
     verdict: Verdict
     run_label: Text
@@ -105,6 +93,15 @@ class Tested(CellState):
     def shown(self) -> list[tuple[str, str]]:
         """The axes by which people know a combination, with their values."""
         return [(axis, self[axis]) for axis in ("transformers", "torch", "flash_attention", "python", *self.extra)]
+
+    def compared(self, asked: Mapping[str, str]) -> Tested:
+        """The same with its differences from a requested combination."""
+        differs = [
+            Difference(axis=axis, asked=asked[axis], tested=self[axis])
+            for axis in in_order(asked)
+            if not same(asked[axis], self[axis])
+        ]
+        return self.model_copy(update={"differs": differs})
 
     def __getitem__(self, axis: str) -> str:
         """The value of an axis: the exact version, where it has one."""
@@ -142,15 +139,12 @@ class Answer(Model):
 
 
 class Judged(NamedTuple):
-    """The verdict on a combination.
+    """The verdict on a combination: the worst of the evidence, as `Answer` has it.
 
     Attributes:
-        asked: the requested values by axis.
         exact: whether the evidence is of what was asked for; else it is of other patches of the same minor releases.
-        verdict: the worst of the evidence; ``unknown`` without any.
         found: the evidence, deciding entries first.
         near: the nearest tested combinations, nearest first.
-        refusals: the excluded ones among the requested combinations.
     """
 
     asked: Mapping[str, str]
@@ -179,28 +173,14 @@ class Judged(NamedTuple):
     @property
     def shown(self) -> list[Tested]:
         """The evidence on a page, or else the nearest combinations; a rule has none."""
-        return self.answering([] if self.verdict == "refused" else self.found[:5] or self.near[:3])
+        some = [] if self.verdict == "refused" else self.found[:5] or self.near[:3]
+        return [one.compared(self.asked) for one in some]
 
     @property
     def works(self) -> list[Tested]:
         """The nearest combination that passed, if this one didn't."""
         passed = [] if self.verdict in FINE else [one for one in self.near if one.verdict == "passed"]
-        return self.answering(passed[:1])
-
-    def answering(self, some: Iterable[Tested]) -> list[Tested]:
-        """Combinations with their differences from the requested one."""
-        return [
-            one.model_copy(
-                update={
-                    "differs": [
-                        Difference(axis=axis, asked=self.asked[axis], tested=one[axis])
-                        for axis in in_order(self.asked)
-                        if not same(self.asked[axis], one[axis])
-                    ]
-                }
-            )
-            for one in some
-        ]
+        return [one.compared(self.asked) for one in passed[:1]]
 
 
 def judge(store: Store, asked: Mapping[str, str], newest: Iterable[Newest] | None = None) -> Judged:
@@ -214,11 +194,11 @@ def judge(store: Store, asked: Mapping[str, str], newest: Iterable[Newest] | Non
         newest: the newest result of every cell, if the caller has it.
     """
     known = [Tested.newest(one) for one in (store.newest() if newest is None else newest)]
-    alike = [one for one in known if all(related(_given(one.cell, axis), value) for axis, value in asked.items())]
+    alike = [one for one in known if _alike(one.cell.axes, asked)]
     ended = [one for one in alike if one.ended]
     fit = [one for one in ended if _fits(one, asked)]
     if ended and not fit:  # a result from before a newer patch came out also counts
-        earlier = map(Tested.newest, _earlier(store, [one.cell for one in ended]))
+        earlier = map(Tested.newest, store.in_each_environment(one.cell for one in ended))
         fit = [one for one in earlier if _fits(one, asked)]
     refusals = Counter(one.reason for one in alike if one.verdict == "refused")
     refused = bool(alike) and len(alike) == refusals.total()
@@ -234,37 +214,26 @@ def judge(store: Store, asked: Mapping[str, str], newest: Iterable[Newest] | Non
 
 
 def answer(store: Store, asked: Mapping[str, str], limit: int = 5) -> Answer:
-    """The answer of the API: as `judge`, but what is known of other patches is no verdict.
-
-    Args:
-        limit: the largest number of tested combinations in the answer.
-    """
+    """The answer of the API: as `judge`, but what is known of other patches is no verdict."""
     found = judge(store, asked)
-    fit = found.exact and found.verdict != "refused"
-    counts: Counter[str] = Counter(one.verdict for one in found.found if fit)
-    if found.verdict == "refused":
-        counts = Counter(refused=sum(one.cells for one in found.refusals))
-    some = found.answering((found.found if fit else found.near)[:limit])
+    refused = found.verdict == "refused"
+    fit = found.found if found.exact else []
+    some = (found.near if refused or not found.exact else fit)[:limit]
+    counts: dict[str, int] = Counter(one.verdict for one in fit)
+    if refused:
+        counts = {"refused": sum(one.cells for one in found.refusals)}
     return Answer(
-        asked={axis: asked.get(axis) for axis in (*ORDER, *sorted(asked.keys() - {*ORDER}))},
+        asked=dict.fromkeys(ORDER) | dict(sorted(asked.items())),
         match="exact" if found.exact else "nearest" if some else "none",
         verdict=found.verdict if found.exact else "unknown",
         reason="another patch of it was tested" if found.found and not found.exact else found.reason,
-        counts=dict(counts),
-        tested=[one.model_copy(update={"shims": shims(store.environment(one.run, one.cell))}) for one in some],
+        counts=counts,
+        tested=[
+            one.compared(asked).model_copy(update={"shims": shims(store.environment(one.run, one.cell))})
+            for one in some
+        ],
         refusals=found.refusals,
     )
-
-
-def newest(store: Store, runs: Collection[str] | None = None) -> list[Newest]:
-    """The newest result of every cell, sorted, of all whole runs or of these runs."""
-    if runs is None:
-        return sorted(store.newest())
-    found = []
-    for cell, past in store.current(runs).items():
-        result = store.result(past.run.id, cell, past.summary.attempt, log=False) if past.summary.verdict else None
-        found.append(Newest(cell, past, exact(cell, result.environment, result.pins) if result else {}))
-    return found
 
 
 def in_order(asked: Collection[str]) -> list[str]:
@@ -273,8 +242,8 @@ def in_order(asked: Collection[str]) -> list[str]:
     return [axis for axis in (*ORDER[:2], *own, *ORDER[2:]) if axis in asked]
 
 
-def _given(cell: Cell, axis: str) -> str:
-    return str(getattr(cell, axis)) if axis in AXES else dict(cell.extra).get(axis, "")
+def _alike(axes: Mapping[str, str], asked: Mapping[str, str]) -> bool:
+    return all(related(axes.get(axis, ""), value) for axis, value in asked.items())
 
 
 def _fits(one: Tested, asked: Mapping[str, str]) -> bool:
@@ -285,42 +254,19 @@ def _verdict(found: Newest) -> tuple[Verdict, str]:
     """The verdict of the newest result of a cell, and the reason."""
     run, summary = found.past
     verdict = summary.verdict
-    if verdict == "failed":
-        return "wrong" if summary.kind == "wrong" else "failed", summary.reason
     if verdict and verdict != "not run":
-        return verdict, summary.reason
+        return "wrong" if (verdict, summary.kind) == ("failed", "wrong") else verdict, summary.reason
     if summary.state == "excluded":
         return "refused", summary.reason
-    word = "was not run" if summary.state == "not run" else "has no result yet"
+    word = "was not run" if verdict else "has no result yet"
     return "unknown", f"{found.cell} {word} in {run.id}{f': {summary.reason}' if summary.reason else ''}"
-
-
-def _earlier(store: Store, cells: Sequence[Cell]) -> list[Newest]:
-    """The newest result of each of these cells in each of its environments, in whole runs."""
-    origin = (RESULT.c.environment_id, RESULT.c.pins_id)
-    best: Select[Any] = select(func.max(RESULT.c.id)).join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
-    best = best.where(RUN.c.partial.is_(False), stored.HAS_ENDED, stored.IS_LAST)
-    rows: list[Any] = []
-    with store.reading() as connection:
-        for names in stored.chunks(cell.name for cell in cells):
-            keys = best.where(RESULT.c.cell_id.in_(select(CELL.c.id).where(CELL.c.name.in_(names))))
-            newest = RESULT.c.id.in_(keys.group_by(RESULT.c.cell_id, *origin))
-            rows += connection.execute(stored.summary(*origin, *stored.RUN_FIELDS, every=True).where(newest)).all()
-        texts = stored.texts_of(connection, (key for row in rows for key in row[stored.SUMMARY : stored.SUMMARY + 2]))
-    found = []
-    for row in rows:
-        cell, (environment, pins) = stored.cell_of(row), row[stored.SUMMARY : stored.SUMMARY + 2]
-        versions = exact(cell, stored.environment_of(texts.get(environment)), texts.get(pins, ""))
-        found.append(Newest(cell, stored.past_of(row), versions))
-    return found
 
 
 def _last_of_each(found: Iterable[Tested]) -> Iterable[Tested]:
     """The last result for each combination; cells such as 5.9 and 5.9.0 may have tested the same one."""
     newest: dict[tuple[object, ...], Tested] = {}
     for one in sorted(found, key=lambda one: (one.started is not None, one.started)):
-        same_axes = (one[axis] for axis in (*AXES[1:], *one.extra))
-        key = (release(one.python)[:2], tuple(one.extra), *same_axes)
+        key = (release(one.python)[:2], *one.extra.items(), *(one[axis] for axis in AXES[1:]))
         newest[key] = one
     return newest.values()
 

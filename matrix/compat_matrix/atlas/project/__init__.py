@@ -1,4 +1,1 @@
-"""The names that a project uses and patches upstream, in each release.
-
-Its files are parsed, not imported: `uses` has the scan, `report` its output.
-"""
+"""The names that a project uses and patches upstream, in each release. Its files are parsed, not imported."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -17,7 +17,7 @@ from ..upstream import SERVED, Replacement, distribution_of, replacements
 from .uses import Scan, Use
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Name:
     """A name that a project uses.
 
@@ -28,10 +28,10 @@ class Name:
     """
 
     name: str
-    uses: tuple[Use, ...]
     found: Mapping[Release, Found]
-    added: bool
-    replacements: Sequence[Replacement]
+    uses: list[Use] = field(default_factory=list)
+    added: bool = False
+    replacements: Sequence[Replacement] = ()
 
     @property
     def distribution(self) -> str:
@@ -79,7 +79,7 @@ class Name:
             several = f"any of the {len(self.found)} releases"
             return f"not in {self.lacking[0].version if len(self.found) == 1 else several}"
         words = {"vanished": "gone from", "appeared": "new in"}
-        changes = [f"{words[one.what]} {one.release.version}" for one in self.history if one.what in words]
+        changes = [f"{words[one.what]} {one.release}" for one in self.history if one.what in words]
         return ", ".join(changes) if self.lacking else "everywhere"
 
 
@@ -96,34 +96,28 @@ def names_of(
     found: Scan, releases: Mapping[str, Sequence[Release]], findings: Findings, shims: Sequence[Shim]
 ) -> list[Name]:
     """Join the uses with what each release has."""
-    by_name: dict[str, list[Use]] = {}
+    names: dict[str, Name] = {}
     for use in found.uses:
-        by_name.setdefault(use.name, []).append(use)
-    present = {name: _in_releases(name, releases, findings) for name in by_name}
-    lacking = {name: {one for one, there in present[name].items() if there.kind == "missing"} for name in by_name}
-    guards = {name: [use.guard for use in uses if use.kind == "import"] for name, uses in by_name.items()}
-    for name in [name for name in by_name if lacking[name] and not guards[name]]:
+        if use.name not in names:
+            names[use.name] = Name(use.name, _in_releases(use.name, releases, findings))
+        names[use.name].uses.append(use)
+    guards = {name: [use.guard for use in one.uses if use.kind == "import"] for name, one in names.items()}
+    for name in [one for one in names.values() if one.lacking and not guards[one.name]]:
         # An attribute of an imported name that is missing itself: where the import is guarded, so is the attribute.
-        owners = _beginnings(name)[:-1]
-        owner = next((one for one in owners if guards.get(one) and lacking[name] <= lacking[one]), None)
-        if owner is None:
-            continue
-        if all(guards[owner]):
-            by_name[name] = [replace(use, guard=use.guard or guards[owner][0]) for use in by_name[name]]
-        if all(use.kind == "access" for use in by_name[name]):
-            by_name[owner] += by_name.pop(name)
-    names = []
-    for name, uses in sorted(by_name.items()):
-        there = present[name]
-        owner_there = all(_owner(name, findings[release]).kind != "missing" for release in lacking[name])
-        nowhere = bool(there) and len(lacking[name]) == len(there)
-        homes = [one.home.replace(":", ".") for one in there.values() if one.home]
-        applying = [shim for shim in shims if any(claims(shim, release) for release in there)]
-        patched = any(use.kind in ("patch", "call") for use in uses)
-        offered = replacements(dict.fromkeys([name, *homes]), applying) if patched else []
-        added = nowhere and owner_there and any(use.adds for use in uses)
-        names.append(Name(name, tuple(sorted(uses)), there, added, offered))
-    return names
+        owners = [names[one] for one in _beginnings(name.name)[:-1] if guards.get(one)]
+        for owner in [one for one in owners if {*name.lacking} <= {*one.lacking}][:1]:
+            if all(guards[owner.name]):
+                name.uses = [replace(use, guard=use.guard or guards[owner.name][0]) for use in name.uses]
+            if all(use.kind == "access" for use in name.uses):
+                owner.uses = sorted([*owner.uses, *names.pop(name.name).uses])
+    for name in names.values():
+        nowhere = 0 < len(name.lacking) == len(name.found)
+        owner_there = all(_owner(name.name, findings[release]).kind != "missing" for release in name.lacking)
+        name.added = nowhere and owner_there and any(use.adds for use in name.uses)
+        homes = [one.home.replace(":", ".") for one in name.found.values() if one.home]
+        applying = [shim for shim in shims if any(claims(shim, release) for release in name.found)]
+        name.replacements = replacements([name.name, *homes], applying) if name.patches else []
+    return [names[name] for name in sorted(names)]
 
 
 def _in_releases(name: str, releases: Mapping[str, Sequence[Release]], findings: Findings) -> dict[Release, Found]:

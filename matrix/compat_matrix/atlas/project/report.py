@@ -17,7 +17,7 @@ from ... import __version__
 from ...words import plural
 from ..releases import Release
 from ..scan import heading, history_table
-from ..upstream import PACKAGES, Replacement
+from ..upstream import PACKAGES
 from .names import Name
 from .uses import Scan, Use
 
@@ -63,14 +63,14 @@ def _show(
             details = (use.how, _GUARDS.get(use.guard), "in a function" if use.deferred else None)
             show(Text(f"    {use.path}:{use.line}  {', '.join(filter(None, details))}", "dim"))
 
-    def section(title: str, names: Sequence[Name], *, signatures: bool = False, patches: bool = False) -> None:
+    def section(title: str, names: Sequence[Name], *, patched: bool = False) -> None:
         if names:
             show(Text(f"\n{title}", "bold"))
         for name in names:
             show(Text.assemble("\n", (name.name, "cyan"), f"  {name.state}"))
-            if signatures:
+            if patched:
                 console.print(history_table(name.history))
-            places(name.patches if patches else name.uses)
+            places(name.patches if patched else name.uses)
 
     for distribution, several in releases.items():
         show(Text(heading(distribution, several), "bold"))
@@ -83,20 +83,18 @@ def _show(
     section("Used behind a guard only, and missing in some of these releases", guarded)
     added = [name for name in names if name.added]
     section("Assigned, and in none of these releases: the project adds it, or it was gone before", added)
-    section("Patched, and with other parameters in some releases", changed, signatures=True, patches=True)
-    by_replacement: dict[Replacement, list[Name]] = {}
-    for name in names:
-        for one in name.replacements:
-            by_replacement.setdefault(one, []).append(name)
-    if by_replacement:
+    section("Patched, and with other parameters in some releases", changed, patched=True)
+    unnecessary = [name for name in names if name.replacements]
+    if unnecessary:
         show(Text("\nPatches that kernel-compat makes unnecessary", "bold"))
-    for one, unnecessary in by_replacement.items():
+    for one in dict.fromkeys(one for name in unnecessary for one in name.replacements):
         show(Text.assemble("\n", (one.call, "green"), f"  {one.gives}"))
         for name in unnecessary:
-            show(Text(f"  {name.name}", "cyan"))
-            places(name.patches)
+            if one in name.replacements:
+                show(Text(f"  {name.name}", "cyan"))
+                places(name.patches)
     if arguments.all:
-        section("In every release", [name for name in names if not name.lacking and name.found], signatures=True)
+        section("In every release", [name for name in names if not name.lacking and name.found])
     for path, why in found.unread.items():
         show(Text(f"not read: {path}: {why}", "yellow"))
     imported = sum(any(use.kind == "import" for use in name.broken) for name in gone)
@@ -106,7 +104,7 @@ def _show(
             f"\n{plural(found.files, 'file')}, {len(names)} names: without a guard {len(gone)} gone ({imported} of them imported) "
             f"and {len(newer)} newer than a release, {len(guarded)} missing behind a guard"
             f"{f', {unlooked} not looked up' if unlooked else ''}; {sum(len(name.patches) for name in names)} patches, "
-            f"{sum(len(name.patches) for name in names if name.replacements)} of them unnecessary"
+            f"{sum(len(name.patches) for name in unnecessary)} of them unnecessary"
         )
     )
 
@@ -119,16 +117,7 @@ def _as_json(name: Name) -> dict[str, Any]:
         "lacking": [str(release.version) for release in name.lacking],
         "added": name.added,
         "changed": name.changed,
-        "history": [
-            {
-                "release": str(event.release.version),
-                "what": event.what,
-                "text": str(event.found),
-                "new": event.new,
-                "gone": event.gone,
-            }
-            for event in name.history
-        ],
+        "history": [{key: value for key, value in event.as_json().items() if key != "found"} for event in name.history],
         "replacements": [{"call": one.call, "gives": one.gives} for one in name.replacements],
         "uses": [{key: value for key, value in dataclasses.asdict(use).items() if key != "name"} for use in name.uses],
     }

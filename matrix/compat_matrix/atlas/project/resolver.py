@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice, product, takewhile
 from typing import NamedTuple
 
-from ..scopes import Binding, Default, Element, Loop, Scope, columns, last_name, signature_of
+from ..scopes import Default, Element, Function, Loop, Scope, last_name, signature_of, unpacked
 
 #: Functions that import the module named by their first argument.
 IMPORTERS = ("import_module", "importorskip", "__import__")
@@ -103,28 +103,26 @@ class Resolver:
         """The function of the tree at a path; of a class, its constructor."""
         scope, rest = self._located(path)
         for part in rest:
-            defined = [one.place for one in scope.names.get(part, ()) if one.definition] if scope else []
+            defined = [one.definition for one in scope.names.get(part, ()) if one.definition] if scope else []
             scope = scope.inner(defined[-1]) if scope and defined else None
         if scope is not None and scope.is_class:
             return self.function(f"{path}.__init__")
-        return scope if scope is not None and scope.is_function else None
+        return scope if scope is not None and isinstance(scope.node, Function) else None
 
     def called(self, function: Scope, call: ast.Call, env: Env) -> Env:
         """The inside of a function in a call, with the known values of its parameters."""
-        node = function.place.node
-        assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        outside = Env(function.parent or function)
+        assert isinstance(function.node, Function)
         passed = [*takewhile(lambda one: not isinstance(one, ast.Starred), call.args)]
         named = {one.arg: one.value for one in call.keywords if one.arg is not None}
         try:
-            bound = signature_of(node).bind_partial(*([None] if function.is_method else []), *passed, **named)
+            bound = signature_of(function.node).bind_partial(*([None] if function.is_method else []), *passed, **named)
         except (TypeError, ValueError):  # the call, or the definition, fails too
             return Env(function)
         bound.apply_defaults()
         frame = {}
         for name, argument in bound.arguments.items():
             if isinstance(argument, Default):
-                frame[function, name] = tuple(self.evaluate(argument.node, outside))
+                frame[function, name] = tuple(self.evaluate(argument.node, Env(function.parent or function)))
             elif isinstance(argument, ast.expr):
                 frame[function, name] = tuple(self.evaluate(argument, env))
         return Env(function, {key: values for key, values in frame.items() if values})
@@ -133,20 +131,17 @@ class Resolver:
         """An environment for each row of loops over literals; a single one for the rows of a loop that are too many."""
         for loop in loops:
             most = _MANY // len(envs)
-            envs = [inner for env in envs for inner in self._in_rows(loop, env, most)]
+            found: list[Env] = []
+            for env in envs:
+                rows = [
+                    {(env.scope, name): tuple(self.evaluate(part, env)) for name, part in unpacked(loop.target, row)}
+                    for row in self._rows(loop.iter, env.scope)
+                ]
+                if len(rows) > most:
+                    rows = [{key: tuple(value for row in rows for value in row[key])[:_MANY] for key in rows[0]}]
+                found += [Env(env.scope, {**env.frame, **row}) for row in rows] or [env]
+            envs = found
         return envs
-
-    def _in_rows(self, loop: Loop, env: Env, most: int) -> list[Env]:
-        found = [
-            {
-                (env.scope, name): tuple(self.evaluate(row if column is None else _column(row, column), env))
-                for name, column in columns(loop.target)
-            }
-            for row in self._rows(loop.iter, env.scope)
-        ]
-        if len(found) > most:
-            found = [{key: tuple(value for row in found for value in row[key])[:_MANY] for key in found[0]}]
-        return [Env(env.scope, {**env.frame, **row}) for row in found] or [env]
 
     def canonical(self, value: Value) -> Iterator[Value]:
         """An object of the project, followed through its imports to the object of another package."""
@@ -180,32 +175,34 @@ class Resolver:
         return any(
             bool(_CHECKING.search(last_name(one)))
             or _is_sys_modules(one)
-            or (isinstance(one, ast.Name) and self._name_checks(one.id, scope, seen))
+            or (isinstance(one, ast.Name) and self._name_checks(one.id, scope.binder_of(one.id), seen))
             for one in ast.walk(node)
         )
 
-    def _name_checks(self, name: str, scope: Scope, seen: set[tuple[Scope, str]]) -> bool:
-        binder = scope.binder_of(name)
-        if binder is None or (binder, name) in seen:
+    def _name_checks(self, name: str, scope: Scope | None, seen: set[tuple[Scope, str]]) -> bool:
+        if scope is None or (scope, name) in seen:
             return False
-        seen.add((binder, name))
-        return any(self._binding_checks(one, name, binder, seen) for one in binder.names[name])
-
-    def _binding_checks(self, binding: Binding, name: str, scope: Scope, seen: set[tuple[Scope, str]]) -> bool:
-        if binding.guarded:
-            return True
-        if (expression := binding.expression) is not None:
-            if binding.place.field == "target":
-                expression = binding.loops[-1].iter
-            constant = isinstance(expression, (*_DISPLAYS, ast.Lambda, Element))
-            return not constant and self._checked(expression, scope, seen)
-        path = f"{scope.path}.{name}" if binding.definition is not None else binding.path or ""
-        if self.is_foreign(path):
-            return False
-        if (function := self.function(path)) is not None and not function.is_method:
-            return any(self._checked(one, function, seen) for one in function.returns)
-        module, _, attribute = path.rpartition(".")
-        return module in self.modules and self._name_checks(attribute, self.modules[module], seen)
+        seen.add((scope, name))
+        for one in scope.names.get(name, ()):
+            expression = one.expression
+            path = f"{scope.path}.{name}" if one.definition is not None else one.path or ""
+            if one.around.caught and (path or isinstance(expression, ast.Constant)):
+                return True  # it says whether an import or the like has failed
+            if expression is not None:
+                expression = one.node.iter if isinstance(one.node, (ast.For, ast.AsyncFor)) else expression
+                constant = isinstance(expression, (*_DISPLAYS, ast.Lambda, Element))
+                checks = not constant and self._checked(expression, scope, seen)
+            elif self.is_foreign(path):
+                checks = False
+            elif (function := self.function(path)) is not None and not function.is_method:
+                checks = any(self._checked(returned, function, seen) for returned in function.returns)
+            else:
+                module, _, attribute = path.rpartition(".")
+                there = self.modules.get(module)
+                checks = self._name_checks(attribute, there.binder_of(attribute) if there else None, seen)
+            if checks:
+                return True
+        return False
 
     def _lookup(self, name: str, env: Env, seen: frozenset[str] = frozenset()) -> tuple[Value, ...]:
         """The values of a name; by star imports, from modules that haven't been seen."""
@@ -230,10 +227,26 @@ class Resolver:
         key = (scope, name)
         if not env.frame and key in self._known:
             return self._known[key]
-        found = self._once(key, lambda: (value for one in scope.names[name] for value in self._of_binding(one, env)))
+        found = self._once(key, partial(self._bindings, name, env))
         if not env.frame and not self._active:  # within a circle the values are incomplete
             self._known[key] = found
         return found
+
+    def _bindings(self, name: str, env: Env) -> Iterator[Value]:
+        known = {name for scope, name in env.frame if scope is env.scope}
+        for binding in env.scope.names[name]:
+            if binding.path is not None:
+                yield from self.canonical(Value(binding.path))
+            elif binding.definition is not None:
+                yield Value(f"{env.scope.path}.{name}")
+            else:
+                unknown = [
+                    one
+                    for one in binding.around.loops
+                    if known.isdisjoint(target for target, _ in unpacked(one.target, one.iter))
+                ]
+                for each in self.unrolled(unknown, [env]):
+                    yield from self.evaluate(binding.expression, each)
 
     def _once(self, what: object, compute: Callable[[], Iterable[Value]]) -> tuple[Value, ...]:
         """The first values of a computation; none within itself."""
@@ -245,45 +258,33 @@ class Resolver:
         finally:
             self._active.discard(what)
 
-    def _of_binding(self, binding: Binding, env: Env) -> Iterator[Value]:
-        if binding.path is not None:
-            yield from self.canonical(Value(binding.path))
-        elif binding.definition is not None:
-            yield Value(f"{env.scope.path}.{binding.definition.name}")
-        else:
-            known = {name for scope, name in env.frame if scope is env.scope}
-            loops = [one for one in binding.loops if known.isdisjoint(name for name, _ in columns(one.target))]
-            for each in self.unrolled(loops, [env]):
-                yield from self.evaluate(binding.expression, each)
-
     def _rows(self, node: ast.expr, scope: Scope) -> Sequence[ast.expr]:
         """The elements of a literal, or of the first literal that a name is bound to."""
-        match self._literal(node, scope):
-            case ast.Dict(keys=keys):
-                return [key for key in keys if key is not None]
-            case ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements):
-                return elements
-            case ast.Call(func=ast.Attribute(attr="items" | "keys" | "values" as method, value=of), args=[]):
-                table = self._literal(of, scope)
-                pairs = zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ()
-                several = [(key, value) for key, value in pairs if key is not None]
+        method = ""
+        match node:
+            case ast.Call(func=ast.Attribute(value=table, attr=method), args=[]):
+                node = table
+        literals: Sequence[ast.expr] = [node]
+        if isinstance(node, ast.Name):
+            binder = scope.binder_of(node.id)
+            bound = [one.expression for one in binder.names[node.id]] if binder is not None else []
+            literals = [one for one in bound if isinstance(one, (*_DISPLAYS, ast.DictComp))][:1]
+        match literals:
+            case [
+                ast.DictComp(
+                    ast.Name(key), value, [ast.comprehension(ast.Name(target), ast.List(rows) | ast.Tuple(rows))]
+                )
+            ]:
+                literals = [ast.Dict([*rows], [value] * len(rows))] if key == target else []
+        match literals:
+            case [ast.Dict(keys=keys, values=values)] if method in ("", "items", "keys", "values"):
+                pairs = [(key, value) for key, value in zip(keys, values, strict=True) if key is not None]
                 if method == "items":
-                    return [ast.Tuple([key, value], ast.Load()) for key, value in several]
-                return [value if method == "values" else key for key, value in several]
+                    return [ast.Tuple([key, value], ast.Load()) for key, value in pairs]
+                return [value if method == "values" else key for key, value in pairs]
+            case [ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements)] if not method:
+                return elements
         return []
-
-    def _literal(self, node: ast.expr, scope: Scope) -> ast.expr | None:
-        if not isinstance(node, ast.Name):
-            return node
-        binder = scope.binder_of(node.id)
-        bound = [one.expression for one in binder.names[node.id]] if binder is not None else []
-        match next((one for one in bound if isinstance(one, (*_DISPLAYS, ast.DictComp))), None):
-            case ast.DictComp(
-                ast.Name(key), value, [ast.comprehension(ast.Name(target), ast.List(rows) | ast.Tuple(rows))]
-            ):
-                return ast.Dict([*rows], [value] * len(rows)) if key == target else None
-            case found:
-                return found
 
     def _evaluate(self, node: ast.expr, env: Env) -> Iterator[Value]:
         match node:
@@ -296,14 +297,14 @@ class Resolver:
             case ast.IfExp(body=first, orelse=second):
                 yield from (*self.evaluate(first, env), *self.evaluate(second, env))
             case ast.BoolOp():
-                for one in node.values:
-                    yield from self.evaluate(one, env)
+                for part in node.values:
+                    yield from self.evaluate(part, env)
             case ast.NamedExpr() | ast.FormattedValue():
                 yield from self.evaluate(node.value, env)
-            case ast.JoinedStr():
-                yield from self._concatenated(node.values, env)
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                yield from self._concatenated([left, right], env)
+            case ast.JoinedStr() | ast.BinOp(op=ast.Add()):
+                parts = node.values if isinstance(node, ast.JoinedStr) else [node.left, node.right]
+                for texts in islice(product(*(self.texts(one, env) for one in parts)), _MANY):
+                    yield Value("".join(texts), is_object=False)
             case ast.Subscript() if owner := table_owner(node.value):
                 yield from self.attributes(owner, node.slice, env)
             case ast.Subscript() if _is_sys_modules(node.value):
@@ -317,16 +318,6 @@ class Resolver:
                 for value in self.evaluate(text, env):
                     head, _, tail = value.text.rpartition(".")
                     yield value._replace(text=head if index == 0 else tail)
-            case ast.Call():
-                yield from self._result(node, env)
-
-    def _concatenated(self, nodes: Sequence[ast.expr], env: Env) -> Iterator[Value]:
-        for several in islice(product(*(self.texts(one, env) for one in nodes)), _MANY):
-            yield Value("".join(several), is_object=False)
-
-    def _result(self, node: ast.Call, env: Env) -> Iterator[Value]:
-        """The values of a call."""
-        match node:
             case ast.Call(args=[first], keywords=[]) if last_name(node.func) == "__import__":
                 yield from (Value(text.partition(".")[0]) for text in self.texts(first, env))
             case ast.Call(args=[first, *_]) if last_name(node.func) in IMPORTERS[:2]:
@@ -335,7 +326,7 @@ class Resolver:
                 yield from map(Value, self.texts(first, env))
             case ast.Call(args=[owner, name, *_]) if last_name(node.func) == "getattr":
                 yield from self.attributes(owner, name, env)
-            case _:
+            case ast.Call():
                 for one in self.objects(node.func, env):
                     yield from self._once(one.text, partial(self._returned, one.text, node, env))
 
@@ -359,8 +350,3 @@ def table_owner(node: ast.expr) -> ast.expr | None:
 
 def _is_sys_modules(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "modules" and last_name(node.value) == "sys"
-
-
-def _column(row: ast.expr, column: int) -> ast.expr | None:
-    elements = row.elts if isinstance(row, (ast.Tuple, ast.List)) else []
-    return elements[column] if column < len(elements) else None

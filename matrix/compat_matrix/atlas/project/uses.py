@@ -11,10 +11,10 @@ from fnmatch import fnmatchcase
 from importlib.util import decode_source
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ...errors import MatrixError
-from ..scopes import TRIES, Definition, Place, Scope, exceptions_caught, is_type_checking, last_name, parse
+from ..scopes import CATCH_ALL, Around, Scope, is_type_checking, last_name, parse
 from .resolver import IMPORTERS, Env, Resolver, Value, table_owner
 
 #: Folders that are no part of a project.
@@ -25,8 +25,6 @@ _TABLE_METHODS = ("register", "update", "setdefault", "pop")
 _TABLE = re.compile(r"(^|\.)([^a-z.]*[A-Z][^a-z.]*|\w*Interface)$")
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
-_CATCH_ALL = frozenset({"Exception", "BaseException"})
 #: Functions within functions whose parameters are followed.
 _DEEP = 8
 
@@ -103,7 +101,7 @@ def scan(folder: Path, packages: Sequence[str], calls: Sequence[str] = (), exclu
             source = decode_source(file.read_bytes())
             name = _module_name(file, folder)
             package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-            parsed[path] = source, Scope(name, Place(parse(source)), package)
+            parsed[path] = source, Scope(name, parse(source), package)
             resolver.modules.setdefault(name, parsed[path][1])
         except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
             unread[path] = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -119,20 +117,13 @@ def scan(folder: Path, packages: Sequence[str], calls: Sequence[str] = (), exclu
 def _files(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
         here = Path(root)
-
-        def wanted(name: str, here: Path = here) -> bool:
-            relative = (here / name).relative_to(folder).as_posix()
-            return not any(fnmatchcase(relative, pattern) for pattern in exclude)
-
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.startswith(".")
-            and name not in _SKIPPED
-            and wanted(name)
-            and not os.path.exists(here / name / "pyvenv.cfg")  # False for a locked folder
-        )
-        yield from (here / name for name in sorted(names) if name.endswith(".py") and wanted(name))
+        paths = {one: (here / one).relative_to(folder).as_posix() for one in (*folders, *names)}
+        left_out = {one for one in paths if any(fnmatchcase(paths[one], pattern) for pattern in exclude)}
+        left_out.update(one for one in folders if one.startswith(".") or one in _SKIPPED)
+        # False for a locked folder.
+        left_out.update(one for one in folders if os.path.exists(here / one / "pyvenv.cfg"))
+        folders[:] = sorted({*folders} - left_out)
+        yield from (here / one for one in sorted({*names} - left_out) if one.endswith(".py"))
 
 
 def _module_name(file: Path, folder: Path) -> str:
@@ -146,6 +137,26 @@ def _module_name(file: Path, folder: Path) -> str:
         parts.insert(0, above.name)
         above = above.parent
     return ".".join(parts)
+
+
+class _Context(NamedTuple):
+    """What is around a node.
+
+    Attributes:
+        envs: an environment for each row of the loops.
+        checked: whether it is under a check, or after one that ends its block.
+        deferred: whether it is in a function.
+    """
+
+    envs: list[Env]
+    parent: ast.AST
+    around: Around = Around()
+    checked: bool = False
+    deferred: bool = False
+
+    @property
+    def scope(self) -> Scope:
+        return self.envs[0].scope
 
 
 class _Finder:
@@ -164,34 +175,71 @@ class _Finder:
     def uses(self, path: str, source: str, scope: Scope) -> Iterator[Use]:
         """The uses in a module."""
         lines = source.split("\n")
-        for place, envs in self._places(Env(scope)):
-            for kind, name, how in dict.fromkeys(found for env in envs for found in self._at(place, env)):
-                node = place.node
+        for node, context in self._nodes(Env(scope)):
+            for kind, name, how in dict.fromkeys(
+                one for env in context.envs for one in self._at(node, context.parent, env)
+            ):
                 assert isinstance(node, (ast.expr, ast.alias))
                 # ast counts the bytes of UTF-8.
                 column = len(lines[node.lineno - 1].encode()[: node.col_offset].decode(errors="replace")) + 1
-                guard, deferred = self._guard(place, envs[0].scope, kind, how)
-                yield Use(path, node.lineno, column, name, kind, how, guard, deferred)
+                errors = {"ImportError", "ModuleNotFoundError"} if kind == "import" else {"AttributeError"}
+                caught = how == "importorskip" or context.around.caught & (errors | CATCH_ALL)
+                guard: Guard = "try" if caught else "check" if context.checked else ""
+                guard = "typing" if context.around.branch == "typing" else guard
+                yield Use(path, node.lineno, column, name, kind, how, guard, context.deferred)
 
-    def _places(self, start: Env) -> Iterator[tuple[Place, list[Env]]]:
-        """The nodes in a module or function, each with an environment for each row of the loops around it."""
-        todo = [(place, [start]) for place in start.scope.place.children() if place.field == "body"][::-1]
+    def _nodes(self, start: Env) -> Iterator[tuple[ast.AST, _Context]]:
+        """The nodes in a module or function."""
+        top = start.scope.node
+        todo = [*self._in_block(top.body, _Context([start], top))][::-1]
         while todo:
-            place, envs = todo.pop()
-            yield place, envs
-            node, inner = place.node, envs
-            if isinstance(node, Definition):
-                scope = envs[0].scope.inner(place)
-                inner = [env._replace(scope=scope) for env in envs]
-            elif isinstance(node, (ast.For, ast.AsyncFor)):
-                inner = self._resolver.unrolled([node], envs)
-            elif isinstance(node, _COMPREHENSIONS):
-                envs = inner = self._resolver.unrolled(node.generators, envs)
-            todo += [(child, inner if child.field == "body" else envs) for child in place.children()][::-1]
+            node, context = todo.pop()
+            yield node, context
+            for field, value in reversed([*ast.iter_fields(node)]):
+                children = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, ast.AST)]
+                if children:
+                    todo += [*self._in_block(children, self._inside(node, field, context))][::-1]
 
-    def _at(self, place: Place, env: Env) -> Iterator[_Found]:
+    def _in_block(self, nodes: Sequence[ast.AST], context: _Context) -> Iterator[tuple[ast.AST, _Context]]:
+        """The nodes of one field, of which one may be a check for those after it."""
+        for node in nodes:
+            yield node, context
+            test: ast.AST | None = node if isinstance(context.parent, ast.BoolOp) else None
+            if isinstance(node, ast.If) and isinstance(node.body[-1], _ENDS):
+                test = node.test
+            if isinstance(test, ast.expr) and self._resolver.is_check(test, context.scope):
+                context = context._replace(checked=True)
+
+    def _inside(self, node: ast.AST, field: str, context: _Context) -> _Context:
+        """What is around the nodes in a field of a node."""
+        envs, _, around, checked, deferred = context
+        scope = context.scope
+        if isinstance(node, ast.stmt):
+            around = around.inside(node, field)
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if field == "body":
+                envs = [env._replace(scope=scope.inner(node)) for env in envs]
+                if not isinstance(node, ast.ClassDef):
+                    # What a definition is under doesn't hold when the function is called.
+                    around, deferred = around._replace(caught=frozenset()), True
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.arg() if field in ("returns", "annotation"):
+                future = scope.outermost.names.get("annotations", ())
+                if any(one.path == "__future__.annotations" for one in future):  # it isn't evaluated
+                    around = around._replace(branch="typing")
+            case ast.For() | ast.AsyncFor() if field == "body":
+                envs = self._resolver.unrolled([node], envs)
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                envs = self._resolver.unrolled(node.generators, envs)
+            case ast.With(items=items) | ast.AsyncWith(items=items) if field == "body":
+                calls = [one.context_expr for one in items if isinstance(one.context_expr, ast.Call)]
+                suppressed = [one for call in calls if last_name(call.func) == "suppress" for one in call.args]
+                around = around._replace(caught=around.caught | frozenset(map(last_name, suppressed)))
+            case ast.If(test=test) | ast.IfExp(test=test) if field != "test" and not is_type_checking(node):
+                checked = checked or self._resolver.is_check(test, scope)
+        return _Context(envs, node, around, checked, deferred)
+
+    def _at(self, node: ast.AST, parent: ast.AST, env: Env) -> Iterator[_Found]:
         """What a node itself uses."""
-        node, parent = place.node, place.parent.node if place.parent else None
         in_attribute = isinstance(parent, ast.Attribute) and isinstance(parent.ctx, ast.Load)
         match node, parent:
             case ast.alias(name=name), ast.Import() | ast.ImportFrom(level=0):
@@ -269,53 +317,9 @@ class _Finder:
             self._patches[key] = set()  # within a circle: nothing more
             self._depth += 1
             try:
-                found = (one for place, envs in self._places(env) for each in envs for one in self._at(place, each))
+                inside = ((node, context.parent, each) for node, context in self._nodes(env) for each in context.envs)
+                found = {one for at in inside for one in self._at(*at)}
                 self._patches[key] = {one for one in found if one[0] == "patch"}
             finally:
                 self._depth -= 1
         return self._patches.get(key, set())
-
-    def _guard(self, place: Place, scope: Scope, kind: Kind, how: str) -> tuple[Guard, bool]:
-        """The guard of a use, and whether it is in a function."""
-        caught = _CATCH_ALL if how == "importorskip" else frozenset[str]()
-        checked = typing = deferred = False
-        for node, field, child in place.around():
-            if isinstance(child, ast.stmt):
-                block = getattr(node, field)
-                before = [one for one in block[: block.index(child)] if isinstance(one, ast.If)]
-                ended = [one.test for one in before if isinstance(one.body[-1], _ENDS)]
-                checked = checked or any(self._resolver.is_check(one, scope) for one in ended)
-            conditions: Sequence[ast.expr] = ()
-            match node:
-                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if field == "body":
-                    # What a definition is under doesn't hold when the function is called.
-                    deferred = deferred or not isinstance(node, ast.ClassDef)
-                    scope = scope.parent or scope
-                case ast.FunctionDef() | ast.AsyncFunctionDef() if field == "returns":
-                    typing = typing or _postponed(scope)
-                case ast.arg():
-                    typing = typing or _postponed(scope)
-                case ast.If() if is_type_checking(node):
-                    typing = typing or field == "body"
-                case ast.If(test=test) | ast.IfExp(test=test) if field != "test":
-                    conditions = [test]
-                case ast.BoolOp(values=values):
-                    conditions = values[: values.index(child)]  # type: ignore[arg-type]
-                case ast.With(items=items) | ast.AsyncWith(items=items) if field == "body" and not deferred:
-                    calls = [one.context_expr for one in items if isinstance(one.context_expr, ast.Call)]
-                    suppressed = [one for call in calls if last_name(call.func) == "suppress" for one in call.args]
-                    caught |= frozenset(map(last_name, suppressed))
-                case _ if isinstance(node, TRIES) and field in ("body", "handlers") and not deferred:
-                    here = exceptions_caught(node)
-                    # A handler is another way where the first one fails.
-                    caught |= _CATCH_ALL if field == "handlers" and here else here if field == "body" else frozenset()
-            checked = checked or any(self._resolver.is_check(one, scope) for one in conditions)
-        errors = {"ImportError", "ModuleNotFoundError"} if kind == "import" else {"AttributeError"}
-        missing = caught & (errors | _CATCH_ALL)
-        return "typing" if typing else "try" if missing else "check" if checked else "", deferred
-
-
-def _postponed(scope: Scope) -> bool:
-    """Whether annotations in a module aren't evaluated."""
-    binding = scope.outermost.names.get("annotations", ())
-    return any(one.path == "__future__.annotations" for one in binding)

@@ -1,0 +1,121 @@
+"""Runs from options: the jobs of cells, the executor, and the run in the store."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from . import gpus, pins, runner
+from .axes import Axes
+from .base_python import BasePython
+from .cells import Cell
+from .environments import Environments, default_root
+from .errors import MatrixError
+from .progress import Progress
+from .store import Store
+from .wheelhouse import Wheelhouse
+from .words import plural
+from .work import Job
+
+if TYPE_CHECKING:
+    from .ray_executor import RayExecutor
+
+#: Options of pytest that change neither the tests nor their outcomes.
+_HARMLESS = re.compile(r"(?<!\S)(?:(?:-n|--numprocesses|--dist|--durations|--tb|-r)[= ]?\S+|-[vqs]+)(?!\S)")
+
+
+def executor_of(options: argparse.Namespace, ray: bool) -> runner.Local | RayExecutor:
+    """The executor for ``--jobs``: this machine, or the Ray cluster at RAY_ADDRESS."""
+    if ray:
+        from .ray_executor import RayExecutor
+
+        return RayExecutor(options.jobs, options.cache)
+    return runner.Local(options.jobs or os.cpu_count() or 1, gpus.visible())
+
+
+def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], attempts: Mapping[Cell, int]) -> list[Job]:
+    """The jobs for cells, with the source that their packages are installed from; `attempts` has the number of earlier ones.
+
+    Raises:
+        MatrixError: pins are missing or invalid, a cell has no tests, or the source doesn't fit the cells.
+    """
+    wheelhouse = Wheelhouse.open(options.offline) if options.offline is not None else None
+    below = BasePython.inspect(options.base_python) if options.base_python is not None else None
+    if wheelhouse is not None:
+        if options.latest:
+            raise MatrixError("--offline uses the pins that were fetched: --latest is an option of `fetch`")
+        wheelhouse.check(cells, axes.folder)
+    if below is not None:
+        below.check(cells)
+    folder = wheelhouse.folder / "pins" if wheelhouse else axes.pins
+    parts = pins.of_cells(axes, cells, folder, options.latest)
+    if below is not None:
+        needless = wheelhouse.torch_alone if wheelhouse else pins.torch_alone(axes, cells, parts)
+        parts |= below.without_installed(parts, needless)
+    if wheelhouse is not None:
+        parts |= wheelhouse.take(parts, cells)
+    # Absolute: cells run in the project's folder.
+    environments = Environments((options.cache or default_root()).absolute(), axes.folder, wheelhouse, below)
+    jobs = []
+    for cell in cells:
+        tests = axes.tests_of(cell, options.suite)
+        if tests is None:
+            raise MatrixError(f"{axes.path.name} has no tests for {cell} in the suite {options.suite!r}")
+        base, layer = parts[cell.base], parts[cell.layer]
+        both = (base, layer) if isinstance(base, pins.Part) and isinstance(layer, pins.Part) else None
+        reason = str(base if isinstance(base, MatrixError) else layer)
+        attempt, known = attempts.get(cell, 0) + 1, axes.known_of(cell)
+        more = {"retry": getattr(options, "retry_failed", False), "fork": not getattr(options, "no_fork", True)}
+        jobs.append(Job(cell, both or reason, tests, environments, attempt, tuple(options.pytest), known, **more))
+    try:
+        environments.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MatrixError(f"environments can't be kept in {environments.root}: {error.strerror}") from None
+    return jobs
+
+
+def new_run(options: argparse.Namespace, store: Store, axes: Axes, cells: Sequence[Cell], /, **more: Any) -> str:
+    """Create a run of cells in a store; returns its id."""
+    given = {
+        "axes": axes.path.read_text(encoding="utf-8"),
+        "command": shlex.join(options.words),
+        "host": platform.node(),
+        "revision": revision(axes.folder),
+        # Cells run anything other than their whole default suite.
+        "partial": options.suite != "default" or bool(_HARMLESS.sub("", " ".join(options.pytest)).strip()),
+    }
+    return store.new_run(cells, **{**given, **more})
+
+
+def execute(
+    run: str, jobs: Sequence[Job], store: Store, executor: runner.Local | RayExecutor, export: Path | None = None
+) -> set[str]:
+    """Run the jobs of a run, and show the progress; returns the verdicts. In the end `export` gets a copy of the run."""
+    console = Console(highlight=False)
+    console.print(f"run {run}: {plural(len(jobs), 'cell')}, {executor.jobs} at a time")
+    try:
+        with Progress(len(jobs), executor.jobs, console) as progress:
+            counts = runner.execute(run, jobs, store, executor, progress)
+    finally:  # also what an interrupted run has
+        if export is not None:
+            store.export([run], export)
+    console.print(f"run {run}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
+    return {*counts}
+
+
+def revision(folder: Path) -> str:
+    """The tested commit, with a plus sign if files differ from it; empty outside of git."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
