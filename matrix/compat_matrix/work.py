@@ -181,9 +181,9 @@ def _start(
         return hosts.start(None, [str(python) if part == "python" else part for part in job.command], *place)
     arguments = ["pytest", "-p", "kernel_compat_cell", f"--report-log={folder / (_RETRY_REPORT if again else _REPORT)}"]
     arguments += ["-o", f"cache_dir={folder / _CACHE}"] if job.retry else ["-p", "no:cacheprovider"]
-    arguments += [*rest, *(["--last-failed"] if again else [])]
     if len(leased) > 1:
         arguments += ["-n", str(len(leased))]
+    arguments += [*rest, *(["--last-failed"] if again else [])]
     # A fork has imported the base's release of what the layer may have too.
     shadowed = not isinstance(job.parts, str) and any(name in PRELOADED for name in job.parts[1].versions)
     if job.fork and not leased and not shadowed:

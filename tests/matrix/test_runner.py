@@ -519,6 +519,11 @@ def test_each_worker_has_a_gpu_of_its_own(small: Small) -> None:
     seen = {tuple(line.split()) for line in (small.folder / "seen.txt").read_text().splitlines()}
     assert seen == {("gw0", devices[0]), ("gw1", devices[1])}
     assert all(len(one.tests) == 6 for one in small.results().values())
+    (small.folder / "seen.txt").unlink()
+    done = small.run("run", "--all", "--pytest=-n 3", CUDA_VISIBLE_DEVICES=",".join(devices), PYTEST_PLUGINS=plugins)
+    assert done.returncode == 0, done
+    seen = {tuple(line.split()) for line in (small.folder / "seen.txt").read_text().splitlines()}
+    assert seen == {("gw0", devices[0]), ("gw1", devices[1]), ("gw2", devices[0])}
 
 
 LEASES = """
