@@ -72,7 +72,7 @@ def _supported(listed: dict[str, str]) -> BeforeValidator:
     return BeforeValidator(lambda value: releases.minors(listed) if value == "supported" else value)
 
 
-#: The axes that determine the packages of the base, and those that don't determine the ones of the layer.
+#: Axes that the conditions of packages in the base may use, and axes that those of packages in the layer may not.
 _BASE, _NOT_OF_LAYER = {"python", "torch", "flash_attention"}, {"torch", "flash_attention", "device"}
 
 #: Words of expressions, and the names of other fields and filters where results are written or queried by axis.

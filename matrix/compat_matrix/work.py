@@ -146,7 +146,10 @@ def _run(job: Job, leased: Sequence[str], cancelled: threading.Event, hosts: Hos
             _supervise(process, deadline, cancelled)
             tests = retried(tests, read_report_log(folder / _RETRY_REPORT)[0])
         text = log.read_text(encoding="utf-8", errors="replace")
-        found = json.loads(environment.read_bytes()) if environment.exists() else {}
+        try:
+            found = dict(json.loads(environment.read_bytes()))
+        except (OSError, ValueError):  # the cell ended early, or its own code wrote the file
+            found = {}
     tests = distinct(tests)
     verdict, kind, reason = judge(tests, uncollected, found, text, returncode, job.tests.minutes, stale)
     return job.result(verdict, kind, reason, tests=tuple(tests), environment=found, command=job.command, log=text)

@@ -30,6 +30,11 @@ FORWARD = Seam(
 )
 
 
+def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `_flash_attention_forward`, by their names."""
+    return {**dict(zip(FORWARD.parameters, args, strict=False)), **kwargs}
+
+
 @cache
 def namespace(entry: AttentionName) -> SimpleNamespace:
     """The functions of a name's kernel, as attributes that upstream reads. Loads the kernel."""
@@ -46,7 +51,7 @@ def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Call
         entry = resolve(name)
         if (entry is None and name is not None) or kwargs.get("block_table") is not None:
             return others(*args, **kwargs)
-        given = {**dict(zip(FORWARD.parameters, args, strict=False)), **kwargs}
+        given = by_name(args, kwargs)
         query, key, value = given["query_states"], given["key_states"], given["value_states"]
         dtype = given.get("target_dtype")
         if dtype is not None and query.dtype.itemsize == 4:

@@ -14,7 +14,7 @@ from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
 from kernel_compat.patching.swap import Change, make, undo
 
-from ._dispatch import FORWARD, UTILS, by_implementation, forward_of, with_globals, with_implementation
+from ._dispatch import FORWARD, UTILS, by_implementation, by_name, forward_of, with_globals, with_implementation
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,7 +23,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     )  # one of the globals that it caches in
 
     def others(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(FORWARD.parameters, args, strict=False)), **kwargs}
+        given = by_name(args, kwargs)
         positions, query, key = given.get("position_ids"), given["query_states"], given["key_states"]
         if positions is not None and given.get("cu_seq_lens_q") is None:
             # Upstream reads where sequences begin in them: once for all rows, and nowhere after a cache or in Qwen2-VL's (3, batch, length).

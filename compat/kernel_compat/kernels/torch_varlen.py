@@ -4,8 +4,8 @@ Its features are read from its signature:
 
 - 2.10: ``is_causal``; no window, no scale.
 - 2.11: ``scale`` and ``window_size``, of which ``(-1, 0)`` is causal.
-- 2.12 on: ``enable_gqa``, ``num_splits``, and a paged cache by ``seqused_k`` and ``block_table``. In 2.12 ``num_splits`` is FA3's
-  alone (measured on an H100), and without it pages can't be read exactly: the catalog has paged caches from 2.13 on.
+- 2.12 on: ``enable_gqa``, ``num_splits``, and a paged cache by ``seqused_k`` and ``block_table``. In 2.12 only FA3 takes ``num_splits``
+  (measured on an H100). Without it the kernel may split the keys in pages, which was wrong in 2.13: paged caches are used from 2.13 on.
 
 Head dimensions must be multiples of 8, up to 256 (measured on an H200 with torch 2.11; torch documents no limit).
 """
@@ -22,7 +22,7 @@ from packaging.version import Version
 
 from ..environment import torch_flash_backend
 from ..errors import SeamError, UnsupportedFeatureError
-from .provider import Features, WarnOnce
+from .provider import Features, WarnOnce, older
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,8 +118,7 @@ class _Varlen:
 
         self.options = _options(varlen_attn)
         self._varlen_attn = varlen_attn
-        # Looked up here: torch.compile can't trace a look into sys.modules.
-        self._active_backend = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+        self._active_backend = _backend_in_graphs()
         # torch.compile can't trace it, and takes what it returns while tracing.
         self._prefers_flash = torch.compiler.assume_constant_result(_prefers_flash)
         self._splits = _takes_splits()
@@ -256,7 +255,9 @@ class Primitives:
 
         self._forward = torch.ops.aten._flash_attention_forward  # noqa: SLF001
         self._backward = torch.ops.aten._flash_attention_backward  # noqa: SLF001
-        self._splits = "num_splits" in str(self._forward.default._schema) and _takes_splits()  # noqa: SLF001
+        self._has_splits = "num_splits" in str(self._forward.default._schema)  # noqa: SLF001
+        self._active_backend = _backend_in_graphs()
+        self._splits = _takes_splits()
         self._warn_once = WarnOnce(_NAME)
 
     def forward(
@@ -266,7 +267,8 @@ class Primitives:
         import torch
 
         determined = torch.are_deterministic_algorithms_enabled()
-        split = {"num_splits": 1} if self._splits and (pattern.deterministic or determined) else {}
+        takes_splits = self._has_splits and (self._splits or self._active_backend() is not None)
+        split = {"num_splits": 1} if takes_splits and (pattern.deterministic or determined) else {}
         assert lengths is not None
         arguments = (*lengths, 0.0, pattern.causal, False)
         found = self._forward(q, k, v, *arguments, **_keywords(pattern), **split)
@@ -349,11 +351,19 @@ def _write(cache: Tensor, new: Tensor, lengths: Tensor, block_table: Tensor) -> 
     cache[place] = torch.where(there.any(), new.flatten(0, 1)[source].to(cache.dtype), cache[place])
 
 
+def _backend_in_graphs() -> Callable[[], str | None]:
+    """The function of torch that names the active backend, for code in a graph: torch.compile can't trace a look into sys.modules."""
+    import torch
+
+    found: Callable[[], str | None] = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+    return found
+
+
 def _takes_splits() -> bool:
     """Whether torch's own kernel takes a number of splits. In 2.12 it raises that this needs FA3."""
     import torch
 
-    return Version(torch.__version__) >= Version("2.13")
+    return not older(Version(torch.__version__), "2.13")
 
 
 def _prefers_flash() -> bool:

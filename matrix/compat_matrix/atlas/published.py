@@ -55,7 +55,7 @@ class Cache:
         self._note = note
 
     def load(self, file: File, name: str) -> bytes:
-        """An entry of a file; empty if there is none. The caller checks that it is undamaged."""
+        """The cached content `name` of a file of the index; empty if it is not cached. It may be damaged, which the caller checks."""
         try:
             return (self._folder / "files" / file.sha256 / name).read_bytes() if file.sha256 else b""
         except OSError:

@@ -32,7 +32,11 @@ def lock(connection: Connection) -> None:
 
 
 def key(connection: Connection, name: str) -> int:
-    """The key of a run. A `MatrixError` if there is none of that name."""
+    """The primary key of the run with this name.
+
+    Raises:
+        MatrixError: there is no such run.
+    """
     found: int | None = connection.scalar(select(RUN.c.id).where(RUN.c.name == name))
     if found is None:
         raise MatrixError(f"it has no run {name!r}")

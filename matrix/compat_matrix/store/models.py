@@ -68,7 +68,11 @@ class Packed(TypeDecorator[str]):
         return None if value is None else zlib.compress(value.encode("utf-8", "surrogatepass"))
 
     def process_result_value(self, value: bytes | None, dialect: Dialect) -> str | None:
-        """The text, decompressed; a `zlib.error` if there is none, or a too large one: a store may be from anywhere."""
+        """The decompressed text. A store may come from anywhere, so what it holds is checked.
+
+        Raises:
+            zlib.error: the value isn't compressed text, or is larger than `MOST` bytes when it is decompressed.
+        """
         if value is None:
             return None
         if not isinstance(value, bytes):
