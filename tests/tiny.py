@@ -253,6 +253,10 @@ def randomize(model: torch.nn.Module) -> torch.nn.Module:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
             elif "sinks" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        for module in model.modules():
+            # They multiply by 1 + weight. Older releases start with 1, which makes scores too large for bfloat16.
+            if type(module).__name__ in ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"):
+                module.weight.zero_()
     return model
 
 

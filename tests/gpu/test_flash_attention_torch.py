@@ -80,11 +80,6 @@ def compare(
         assert error <= 2 * torch.finfo(dtype).eps, f"{what} is off by {error:.2e}"
 
 
-@pytest.mark.parametrize("dim", [8, 16, 20, 40, 48, 64, 80, 96, 128, 160, 192, 256])
-def test_head_dimensions(backend: str | None, dim: int) -> None:
-    compare(SAME, dim=dim, causal=True)
-
-
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_heads_and_dtypes(backend: str | None, heads: tuple[int, int], dtype: torch.dtype) -> None:
