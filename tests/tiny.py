@@ -289,11 +289,11 @@ def load(path: Path, attn_implementation: Any, auto: Any = None, **options: Any)
 
 
 @contextmanager
-def installation(name: str, kernel: str) -> Iterator[kernel_compat.Report]:
-    """The library installed, with a name bound to a kernel."""
+def installation(name: str, kernel: str, skip: Sequence[str] = ()) -> Iterator[kernel_compat.Report]:
+    """The library installed without some shims, with a name bound to a kernel."""
     kernel_compat.register_attention(name, kernel=kernel)
     try:
-        with kernel_compat.installed() as report:
+        with kernel_compat.installed(skip=skip) as report:
             assert report.ok, report
             yield report
     finally:

@@ -2,6 +2,9 @@
 
 Neither waits for the other. On a GPU that is busy, the model reads tokens and cache indices that are not there yet: the tokens of a
 request are wrong, or an index is out of bounds.
+
+Up to 5.12, the offsets of a padded batch are completed once they are on the GPU, also on the current stream. In asynchronous batching the
+copy from the host may come after that: the sequences of the padding get negative lengths. FlashAttention-4 then computes others wrong.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ from functools import wraps
 from typing import Any
 
 from kernel_compat.patching.seam import Seam
-from kernel_compat.patching.shim import Shim
+from kernel_compat.patching.shim import Shim, each
 
-_INPUTS = "transformers.generation.continuous_batching.input_outputs:ContinuousBatchingIOs"
+_INPUTS = "transformers.generation.continuous_batching.input_outputs:ContinuousBatching"
 #: The devices of asynchronous batching, which fills these tensors at a full reset alone.
 _DEVICES = ("cuda", "xpu")
 
@@ -35,23 +38,47 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
     @wraps(arguments)
     def get_model_kwargs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = arguments(self, *args, **kwargs)
         if self.compute_stream is not None:  # not in asynchronous batching, which fills each batch on the host
             self.compute_stream.wait_stream(_current_stream(self.device))
-        return arguments(self, *args, **kwargs)
+        return found
 
     return {"_reset_static_tensors": _reset_static_tensors, "get_model_kwargs": get_model_kwargs}
 
 
-SHIM = Shim(
-    name="tf5_batching_streams",
-    distribution="transformers",
-    versions=">=5.3,<6",
-    reason="continuous batching reads its inputs on another stream than it fills them on, without waiting: tokens are wrong",
-    upstream="transformers 5.23.0, ContinuousBatchingIOs and ContinuousBatchingAsyncIOs; huggingface/transformers#50395 on MPS",
-    delete_when="the oldest supported transformers waits for the inputs",
-    seams=(
-        Seam(f"{_INPUTS}._reset_static_tensors", ("self", "full_reset")),
-        Seam(f"{_INPUTS}.get_model_kwargs", ("self",)),
+def _on_compute_stream(arguments: Any) -> Any:
+    @wraps(arguments)
+    def get_model_kwargs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        with torch.cuda.stream(self.compute_stream):  # it waits for the copy from the host; 5.12 has it on CUDA alone
+            return arguments(self, *args, **kwargs)
+
+    return get_model_kwargs
+
+
+SHIMS = (
+    Shim(
+        name="tf5_batching_streams",
+        distribution="transformers",
+        versions=">=5.3,<6",
+        reason="continuous batching reads its inputs on another stream than it fills them on, without waiting: tokens are wrong",
+        upstream="transformers 5.23.0, ContinuousBatchingIOs and ContinuousBatchingAsyncIOs; huggingface/transformers#50395 on MPS",
+        delete_when="the oldest supported transformers waits for the inputs",
+        seams=(
+            Seam(f"{_INPUTS}IOs._reset_static_tensors", ("self", "full_reset")),
+            Seam(f"{_INPUTS}IOs.get_model_kwargs", ("self",)),
+        ),
+        replace=_replace,
     ),
-    replace=_replace,
+    Shim(
+        name="tf5_batching_offsets",
+        distribution="transformers",
+        versions=">=5.3,<5.13",
+        reason="asynchronous continuous batching completes offsets on a GPU before they are copied there: tokens are wrong with FlashAttention-4",
+        upstream="transformers 5.12.0, ContinuousBatchingAsyncIOs.get_model_kwargs; 5.13.0 completes them on the host",
+        delete_when="the oldest supported transformers is 5.13",
+        seams=(Seam(f"{_INPUTS}AsyncIOs.get_model_kwargs", ("self",)),),
+        replace=each(_on_compute_stream),
+    ),
 )

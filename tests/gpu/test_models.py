@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import CAUSAL_LMS, SHAPE, TRANSFORMERS, VOCAB, distance, load, randomize, saved
+from tiny import CAUSAL_LMS, SHAPE, TRANSFORMERS, VOCAB, distance, installation, load, randomize, saved
 from torch import Tensor
 
 import kernel_compat
@@ -361,6 +361,49 @@ def test_continuous_batching(models: Path, kernel: str, name: str, pages: str, m
     expected = one_by_one(model)  # first: up to 5.4 the model keeps the paged name after `generate_batch`
     assert batched(model, **settings) == expected
     assert bool(in_pages) == (there and pages != "gathered")
+
+
+@pytest.mark.skipif(TRANSFORMERS.release < (5, 4), reason="use_async_batching is an option from transformers 5.4 on")
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
+@pytest.mark.parametrize(
+    "skipped", [[], ["tf5_batching_streams", "tf5_batching_offsets"]], ids=["", "without the shims"]
+)
+def test_late_offsets(
+    models: Path, kernel: str, skipped: list[str], asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queries' offsets of a padded batch rise when the kernel reads them, also where they are completed late on the GPU."""
+    inputs = importlib.import_module("transformers.generation.continuous_batching.input_outputs").ContinuousBatchingIOs
+    functions = kernel_compat.known_kernels()[kernel].load()
+    falls = torch.zeros((), dtype=torch.bool, device="cuda")
+
+    @wraps(functions.flash_attn_varlen_func)
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        falls.logical_or_((kwargs["cu_seqlens_q"].diff() < 0).any())  # in a CUDA graph, too
+        return functions.flash_attn_varlen_func(*args, **kwargs)
+
+    looked = functions._replace(flash_attn_varlen_func=looking)
+    monkeypatch.setattr(kernel_compat.known_kernels()[kernel], "_functions", looked)
+    with installation("offsets_flash", kernel, skip=skipped):
+        completed = inputs.get_model_kwargs
+
+        def late(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.device.type == "cuda":
+                torch.cuda._sleep(200_000_000)  # about 0.1 s
+            return completed(self, *args, **kwargs)
+
+        model = load(saved(models, "llama_gqa"), "offsets_flash").to("cuda", torch.bfloat16)
+        with monkeypatch.context() as patch:
+            patch.setattr(inputs, "get_model_kwargs", late)
+            settings = {"use_async_batching": asynchronous, "use_cuda_graph": True, "max_blocks_per_request": 0}
+            found = batched(model, **settings)
+        torch.cuda.synchronize()
+        assert len(found) == len(prompts())
+        if skipped:
+            if not falls:
+                pytest.skip("this release completes them on the host, or they were in time")
+            return
+        assert not falls
+        assert found == one_by_one(model)
 
 
 @pytest.mark.skipif(TRANSFORMERS.release < (5, 4), reason="use_async_batching is an option from transformers 5.4 on")
