@@ -7,9 +7,11 @@ import re
 import shlex
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from packaging.utils import canonicalize_name
+from pydantic import ValidationError
 from rich.text import Text
 
 from ..cells import Cell, parse
@@ -160,8 +162,8 @@ def shims(environment: Mapping[str, Any]) -> list[Shim]:
     entries = environment.get("shims")
     found = []
     for name, shim in entries.items() if isinstance(entries, Mapping) else ():
-        if isinstance(shim, Mapping) and isinstance(seams := shim.get("seams", []), list):
-            found.append(Shim(name=name, state=shim.get("state", ""), reason=shim.get("reason", ""), seams=seams))
+        with suppress(TypeError, ValidationError):
+            found.append(Shim(**{"state": "", "reason": "", "seams": [], **shim, "name": name}))
     return sorted(found, key=lambda shim: ([*_STATES, shim.state].index(shim.state), shim.name))
 
 
