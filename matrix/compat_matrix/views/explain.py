@@ -82,7 +82,7 @@ def _explained(store: Store, past: Past, full: bool) -> Iterator[Text]:
     environment = [f"{name}: {value}" for name, value in facts(found.environment).items()]
     environment += [f"{name} {version}" for name, version in packages]
     yield from common.section("environment", [common.one_line(line, 1000) for line in environment])
-    rows = [(one.name, one.state, one.reason) for one in shims(found.environment)]
+    rows = [[*map(clean, (one.name, one.state, one.reason))] for one in shims(found.environment)]
     yield from common.section("shims", common.aligned(rows))
     log = clean(found.log).splitlines()
     if full:
