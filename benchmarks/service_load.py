@@ -64,7 +64,7 @@ def copied(path: Path, url: str) -> None:
                 if "id" in table.c:
                     newest = f"(SELECT coalesce(max(id), 1) FROM {table.name})"
                     writing.execute(text(f"SELECT setval(pg_get_serial_sequence('{table.name}', 'id'), {newest})"))
-        with target._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        with target.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.execute(text("ANALYZE"))
 
 
@@ -200,7 +200,6 @@ def main() -> None:
         for seed in range(10):
             with Store.open(str(folder / f"upload-{seed}.db")) as store:
                 fill(store, axes.cells, TESTS, seed)
-                store.single_file()
             uploads.append(folder / f"upload-{seed}.db")
         for kind in options.databases or ["sqlite", "postgresql"]:
             print(f"{kind}: {READERS} readers, {options.seconds:.0f} s, {count:,} results", flush=True)

@@ -23,6 +23,7 @@ import service_demo
 from served import served
 from stored import cells, failed, passed, stored
 
+from compat_matrix import words
 from compat_matrix.axes import load
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
@@ -34,7 +35,6 @@ from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import Settings
 from compat_matrix.store import Run, Store, documents, inserts, submissions
 from compat_matrix.store.models import SUBMISSION
-from compat_matrix.views import common
 
 HOSTILE = (
     "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x1b[31mred\x1b]0;t\x07\x00\x1b[2J\udc80\u202e{{7*7}}"
@@ -580,7 +580,7 @@ def test_text_of_results_is_text(store: Store, get: Get) -> None:
         if link.startswith("/cells/"):
             assert get(link).status_code == 200, link
     log = get(f"/cells/{name}/log")
-    assert log.text == common.clean(HOSTILE)
+    assert log.text == words.clean(HOSTILE)
     assert log.headers["content-type"] == "text/plain; charset=utf-8"
     assert log.headers["x-content-type-options"] == "nosniff"
     assert re.fullmatch(r'inline; filename="[A-Za-z0-9._-]+"', log.headers["content-disposition"])
@@ -611,7 +611,7 @@ def test_a_log_of_100_mb(store: Store, get: Get) -> None:
         for piece in streamed.iter_content(2**20):
             digest.update(piece)
             size += len(piece)
-    clean = common.clean(line)
+    clean = words.clean(line)
     assert digest.hexdigest() == hashlib.sha256(f"the beginning\n{clean * times}the end\n".encode()).hexdigest()
 
 
@@ -752,6 +752,12 @@ def test_the_api_has_a_page(get: Get) -> None:
             assert f"{method.upper()} {path}" in text
     assert "A release such as 5.9.0, or 5.9 for any of its patches." in text
     assert "none, fa2, fa3, fa4, torch" in text
+
+
+def test_the_document_of_the_api_has_every_schema_that_it_refers_to(get: Get) -> None:
+    found = get("/api/v1/openapi.json")
+    named = {*re.findall(r'"#/components/schemas/(.+?)"', found.text)}
+    assert named <= found.json()["components"]["schemas"].keys()
 
 
 def test_the_database_is_gone(tmp_path: Path) -> None:

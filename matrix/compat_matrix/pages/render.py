@@ -15,7 +15,7 @@ from ..axes import Axes
 from ..cells import Cell
 from ..store import Past
 from ..views import common
-from ..words import plural
+from ..words import clean, plural
 from . import ask
 from .grid import entry
 from .links import Links
@@ -57,7 +57,7 @@ def environment() -> Environment:
     made.globals |= {"one_line": common.one_line, "kernel_name": common.kernel_name, "KERNELS": common.KERNELS}
     made.globals |= {"SIGNS": ask.STATES, "FIELDS": ask.FIELDS}
     made.globals |= {"HEADLINES": ask.HEADLINES, "CLOSENESS": ask.CLOSENESS}
-    made.globals |= {"label_of": _label, "entry_of": lambda run, summary: entry(Past(run, summary))}
+    made.globals |= {"label_of": _label, "entry_of": lambda *past: entry(Past(*past))}
     return made
 
 
@@ -69,4 +69,4 @@ def _label(cell: Cell) -> str:
 
 
 def _fit(value: Any) -> Any:
-    return common.clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 from ..errors import MatrixError
 from ..store import Store, removal, submissions
 from ..views.facts import Error
-from ..views.runs import copied
 from .executing import NICE
 from .guard import body, pieces
 from .submission import Submission, Submitted
@@ -48,7 +47,7 @@ RunId = Annotated[str, PathParameter(pattern=r"^[A-Za-z0-9-]{1,40}$", descriptio
 
 def _known(request: Request, run: RunId) -> str:
     """The id of a run that there is."""
-    if not request.app.state.site.runs(1, name=run):
+    if not request.app.state.site.store.runs(1, name=run):
         raise HTTPException(404, f"there is no run {run}")
     return run
 
@@ -119,6 +118,7 @@ def _copied(url: str, upload: str) -> list[str]:
     os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with Store.open(url, create=False) as store:
         try:
-            return copied(store, upload)
+            with Store.open(upload, create=False, foreign=True) as other:
+                return store.merge(other)
         except MatrixError as error:
             raise MatrixError(str(error).replace(upload, "that was sent")) from None

@@ -32,7 +32,7 @@ from ..pages.links import Links
 from ..pages.render import render
 from ..store import Store
 from ..store.submissions import StateError
-from ..views.common import clean
+from ..words import clean
 from . import tokens
 
 #: Nothing is loaded from other hosts, and inline scripts and styles are disabled.

@@ -21,7 +21,7 @@ from ..pages import ask, grid, runs, seams
 from ..pages import cell as cell_page
 from ..pages.links import Links, static_files
 from ..pages.render import render
-from ..store import Newest, submissions
+from ..store import Past, submissions
 from ..views import architectures, common, explain
 from ..views.verdicts import judge
 from . import api_write
@@ -63,7 +63,7 @@ def _live(request: Request) -> bool:
 def the_home(request: Request, site: Current) -> Response:
     """The question, its answer and the grid."""
     given = [(name, value) for name, value in request.query_params.multi_items() if value and name != "live"]
-    own, store, newest = site.own_axes(), site.store, list[Newest]()
+    own, store, newest = site.own_axes(), site.store, list[Past]()
     chosen = ask.read(given, own)
     asked = ask.asked(chosen, own)
     run = site.run(chosen["run"]) if chosen["run"] else None
@@ -76,12 +76,12 @@ def the_home(request: Request, site: Current) -> Response:
         newest = store.newest()
         served = {cell: grid.entry(None, excluded=why) for cell, why in site.served.items()}
         now = {*running}
-        entries = served | {one.cell: grid.entry(one.past, one.cell in now) for one in newest}
+        entries = served | {one.cell: grid.entry(one, one.cell in now) for one in newest}
     answer = judge(store, asked, newest or None) if asked and not _live(request) else None
     if chosen["only"]:
         condition = Expression(chosen["only"], values_of(entries))
         entries = {cell: one for cell, one in entries.items() if condition(cell)}
-    values = grid.home(chosen, asked, entries) | runs.newest(site.runs(runs.SEARCHED, partial=False))
+    values = grid.home(chosen, asked, entries) | runs.newest(site.store.runs(runs.SEARCHED, partial=False))
     values |= {"fields": ask.fields(own), "answer": answer, "run": run, "active": bool(running)}
     return _shown(request, "home", **values)
 
@@ -128,7 +128,7 @@ def the_runs(request: Request, site: Current) -> Response:
 
 def _runs(request: Request, site: Site, submitted: Mapping[str, str] = {}, refused: str = "") -> Response:
     before = request.query_params.get("before", "")
-    found = site.runs(_RUNS + 1, site.run(before).id if before else "")
+    found = site.store.runs(_RUNS + 1, site.run(before).id if before else "")
     return _shown(
         request,
         "runs",
@@ -192,7 +192,7 @@ def the_run(request: Request, site: Current, name: str) -> Response:
     going = run.state == "running"
     if _live(request) and not going:
         return Response(headers={"HX-Refresh": "true"})
-    earlier = site.runs(runs.SEARCHED, run.id, partial=False)
+    earlier = site.store.runs(runs.SEARCHED, run.id, partial=False)
     can = "cancel" if going else "retry" if site.queue.axes is not None else ""
     values = runs.of_one(site.store, run, earlier, submissions.running(site.store, run.id), can)
     return _shown(request, "run", **values | ({} if going else {"part": ""}))
@@ -204,8 +204,8 @@ def the_diff(request: Request, site: Current, old: str = "", new: str = "") -> R
     if bool(old) != bool(new):
         raise HTTPException(422, "Two runs are compared, by their ids or labels: one is missing.")
     two = (site.run(old), site.run(new)) if old else None
-    listed = dict.fromkeys([*site.runs(_RUNS), *(two or ())])
-    two = two or runs.last_two(site.store, site.runs(runs.SEARCHED, partial=False))
+    listed = dict.fromkeys([*site.store.runs(_RUNS), *(two or ())])
+    two = two or runs.last_two(site.store, site.store.runs(runs.SEARCHED, partial=False))
     return _shown(request, "diff", **runs.changes(site.store, two), runs=[*listed])
 
 
@@ -229,7 +229,7 @@ def the_types(request: Request) -> Response:
 @router.get("/status")
 def the_status(request: Request, site: Current) -> Response:
     """The runs that go on, and the cells that run."""
-    going = site.runs(_RUNS, state="running")
+    going = site.store.runs(_RUNS, state="running")
     return _shown(
         request,
         "status",

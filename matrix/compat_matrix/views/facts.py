@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainSerializer, SkipValidation
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, JsonValue, PlainSerializer, TypeAdapter
 
 from ..cells import AXES, Cell
-from ..results import Better, CellResult, Kind, Outcome
-from ..results import Verdict as Ended
-from ..store import State, Summary
-from .common import clean
+from ..results import CellResult, Figure, Kind, Outcome, Output
+from ..store import Past, Run, State, Summary
+from ..words import clean
 
 T = TypeVar("T", bound="CellState")
 
 
 def plain(value: Any, depth: int = 20) -> Any:
-    """Output of a cell, without characters and numbers that JSON or UTF-8 can't represent."""
+    """Output of a cell, without characters that JSON or UTF-8 can't represent."""
     if isinstance(value, str):
         return clean(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
     if depth and isinstance(value, Mapping):
         return {clean(str(key)): plain(inner, depth - 1) for key, inner in value.items()}
     if depth and isinstance(value, (list, tuple)):
         return [plain(inner, depth - 1) for inner in value]
-    return value if value is None or isinstance(value, (bool, int)) else "..."
+    return value if value is None or isinstance(value, (int, float)) else "..."
 
 
-Text = Annotated[str, BeforeValidator(lambda value: clean(str(value)))]
-Number = Annotated[float | None, BeforeValidator(plain)]
-Object = Annotated[dict[str, JsonValue], BeforeValidator(plain)]
+Object = Annotated[Mapping[str, Any], PlainSerializer(plain, return_type=dict[str, JsonValue])]
 #: A cell, whose name is in the JSON.
-NamedCell = Annotated[SkipValidation[Cell], PlainSerializer(lambda cell: clean(cell.name), return_type=str)]
+NamedCell = Annotated[Cell, PlainSerializer(lambda cell: clean(cell.name), return_type=str)]
 
 
 class Model(BaseModel):
@@ -44,43 +39,20 @@ class Model(BaseModel):
     model_config = ConfigDict(from_attributes=True)
 
 
-class Run(Model):
-    """A run, or a part of the run whose id is `whole`."""
-
-    id: str
-    started: datetime
-    finished: datetime | None
-    state: Text
-    label: Text
-    command: Text
-    host: Text
-    revision: Text
-    partial: bool
-    whole: str
-
-
+@dataclass(frozen=True, kw_only=True)
 class WholeRun(Run):
     """A run with the number of its cells in each state."""
 
     cells: dict[State, int]
 
 
-class Figure(Model):
-    """A number that a test measured."""
-
-    name: Text
-    value: Number
-    unit: Text
-    better: Better | None
-
-
 class Shim(Model):
     """A shim in a tested cell, with the seams that it changes."""
 
-    name: Text
-    state: Text
-    reason: Text
-    seams: list[Text] = Field(exclude=True)
+    name: Output
+    state: Output
+    reason: Output
+    seams: list[Output] = Field(exclude=True)
 
 
 class CellState(Model):
@@ -96,26 +68,20 @@ class CellState(Model):
     run: str
     state: State
     kind: Kind | None
-    reason: Text
+    reason: Output
     started: datetime | None
-    seconds: Number
+    seconds: float | None
     attempt: int | None
     tests: dict[Outcome, int] | None
 
     @classmethod
-    def of(cls: type[T], cell: Cell, run: str, summary: Summary, **more: Any) -> T:
-        """The state of a cell in the run of an id; `more` are further fields, and others than those of cell and summary."""
+    def of(cls: type[T], past: Past, **more: Any) -> T:
+        """The state of a cell in a run; `more` are further fields, and others than those of cell and summary."""
+        cell, run, summary, _ = past
         axes = {axis: getattr(cell, axis) for axis in AXES} | {"extra": dict(cell.extra)}
-        values = {
-            "cell": cell,
-            **axes,
-            "run": run,
-            **summary._asdict(),
-            "state": summary.state,
-            "tests": summary.counts,
-        }
+        values = {"cell": cell, "run": run.id, **summary._asdict(), "state": summary.state, "tests": summary.counts}
         nothing = {} if summary.verdict else dict.fromkeys(("seconds", "attempt", "tests"))
-        return cls(**values | nothing | more)
+        return cls(**axes | values | nothing | more)
 
 
 class MeasuredCell(CellState):
@@ -132,43 +98,28 @@ class ShownRun(Model):
     cells: list[MeasuredCell]
 
 
-class TestOutcome(Model):
-    """The outcome of a test."""
-
-    name: Text = Field(validation_alias="nodeid")
-    outcome: Outcome
-    seconds: Number
-    message: Text
-
-
+@dataclass(frozen=True, kw_only=True)
 class TestFigure(Figure):
     """A figure and its test."""
 
-    test: Text
+    test: Output
 
 
-class Result(Model):
+@dataclass(frozen=True, kw_only=True)
+class Result(CellResult):
     """The whole result of a cell, without its log."""
 
-    cell: Text
+    cell: NamedCell
     run: str
-    verdict: Ended
-    kind: Kind | None
-    reason: Text
-    started: datetime
-    seconds: Number
-    attempt: int
-    command: list[Text]
-    pins: Text
     environment: Object
-    tests: list[TestOutcome]
     figures: list[TestFigure]
+    log: Annotated[str, Field(exclude=True)]
 
     @classmethod
     def of(cls, found: CellResult, run: str) -> Result:
         """The result of a cell in the run of an id."""
-        figures = [{"test": test.nodeid, **one._asdict()} for test in found.tests for one in test.figures]
-        return cls.model_validate({**vars(found), "run": run, "figures": figures})
+        figures = [TestFigure(**vars(one), test=test.nodeid) for test in found.tests for one in test.figures]
+        return cls(**vars(found), run=run, figures=figures)
 
 
 class ChangedState(Model):
@@ -176,11 +127,11 @@ class ChangedState(Model):
 
     state: State
     kind: Kind | None
-    reason: Text
+    reason: Output
 
 
 ChangedSummary = Annotated[
-    SkipValidation[Summary | None],
+    InstanceOf[Summary] | None,
     PlainSerializer(lambda summary: summary and ChangedState.model_validate(summary), return_type=ChangedState | None),
 ]
 
@@ -193,6 +144,7 @@ class CellChange(Model):
     new: ChangedSummary
 
 
+@dataclass(frozen=True, kw_only=True)
 class FigureChange(Figure):
     """A figure whose value is beyond the noise of earlier runs, with its usual value and where the next was expected."""
 
@@ -222,28 +174,27 @@ class Changes(Model):
     changed: list[CellChange] = []
     appeared: list[CellChange] = []
     gone: list[CellChange] = []
-    tests_broke: dict[NamedCell, list[Text]]
-    tests_mended: dict[NamedCell, list[Text]]
+    tests_broke: dict[NamedCell, list[Output]]
+    tests_mended: dict[NamedCell, list[Output]]
     figures: list[FigureChange]
     figures_with_too_few_runs: int
 
-    @property
-    def something_broke(self) -> bool:
-        """Whether a cell broke, or a test in a cell that failed both times."""
-        return bool(self.broke or self.tests_broke)
 
-
-class Runs(Model):
-    """A page of runs; `next` is the `cursor` of the next page, and null on the last page."""
+class Page(Model):
+    """`next` is the `cursor` of the next page, and null on the last page."""
 
     next: str | None
+
+
+class Runs(Page):
+    """A page of runs."""
+
     runs: list[Run]
 
 
-class Cells(Model):
-    """A page of cells; `next` is the `cursor` of the next page, and null on the last page."""
+class Cells(Page):
+    """A page of cells."""
 
-    next: str | None
     cells: list[CellState]
 
 
@@ -260,8 +211,8 @@ class Error(Model):
     detail: Any
 
 
-def as_json(found: BaseModel | Iterable[BaseModel]) -> str:
-    """A model, or a list of models, as indented JSON."""
-    if isinstance(found, BaseModel):
-        return found.model_dump_json(indent=2)
-    return f"[{','.join(one.model_dump_json(indent=2) for one in found)}]"
+def as_json(found: Any, indent: int | None = None) -> str:
+    """A fact, or a list of facts, as JSON."""
+    if isinstance(found, list):
+        return f"[{','.join(as_json(one, indent) for one in found)}]"
+    return TypeAdapter(type(found)).dump_json(found, indent=indent, by_alias=True).decode()
