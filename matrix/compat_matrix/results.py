@@ -196,7 +196,7 @@ class Past(NamedTuple):
     """A cell in a run: its result, or else its plan.
 
     Attributes:
-        versions: the exact versions of the result by axis, of those that `Store.newest` returns.
+        versions: the exact version that was installed, by axis. Only `Store.newest` and `Store.in_each_environment` read it.
     """
 
     cell: Cell

@@ -3,8 +3,8 @@
 Neither waits for the other. On a GPU that is busy, the model reads tokens and cache indices that are not there yet: the tokens of a
 request are wrong, or an index is out of bounds.
 
-Up to 5.12, the offsets of a padded batch are completed once they are on the GPU, also on the current stream. In asynchronous batching the
-copy from the host may come after that: the sequences of the padding get negative lengths. FlashAttention-4 then computes others wrong.
+Up to 5.12, the offsets of the padding are written on the GPU, on the current stream. In asynchronous batching the copy of the inputs from
+the host may overwrite them: the padding's sequences then have negative lengths, with which FlashAttention-4 computes the real ones wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
 
-_INPUTS = "transformers.generation.continuous_batching.input_outputs:ContinuousBatching"
+_MODULE = "transformers.generation.continuous_batching.input_outputs"
 #: The devices of asynchronous batching, which fills these tensors at a full reset alone.
 _DEVICES = ("cuda", "xpu")
 
@@ -51,7 +51,9 @@ def _on_compute_stream(arguments: Any) -> Any:
     def get_model_kwargs(self: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
 
-        with torch.cuda.stream(self.compute_stream):  # it waits for the copy from the host; 5.12 has it on CUDA alone
+        with torch.cuda.stream(
+            self.compute_stream
+        ):  # it waits for the copy; up to 5.12 there is asynchronous batching on CUDA alone
             return arguments(self, *args, **kwargs)
 
     return get_model_kwargs
@@ -66,8 +68,8 @@ SHIMS = (
         upstream="transformers 5.23.0, ContinuousBatchingIOs and ContinuousBatchingAsyncIOs; huggingface/transformers#50395 on MPS",
         delete_when="the oldest supported transformers waits for the inputs",
         seams=(
-            Seam(f"{_INPUTS}IOs._reset_static_tensors", ("self", "full_reset")),
-            Seam(f"{_INPUTS}IOs.get_model_kwargs", ("self",)),
+            Seam(f"{_MODULE}:ContinuousBatchingIOs._reset_static_tensors", ("self", "full_reset")),
+            Seam(f"{_MODULE}:ContinuousBatchingIOs.get_model_kwargs", ("self",)),
         ),
         replace=_replace,
     ),
@@ -78,7 +80,7 @@ SHIMS = (
         reason="asynchronous continuous batching completes offsets on a GPU before they are copied there: tokens are wrong with FlashAttention-4",
         upstream="transformers 5.12.0, ContinuousBatchingAsyncIOs.get_model_kwargs; 5.13.0 completes them on the host",
         delete_when="the oldest supported transformers is 5.13",
-        seams=(Seam(f"{_INPUTS}AsyncIOs.get_model_kwargs", ("self",)),),
+        seams=(Seam(f"{_MODULE}:ContinuousBatchingAsyncIOs.get_model_kwargs", ("self",)),),
         replace=each(_on_compute_stream),
     ),
 )

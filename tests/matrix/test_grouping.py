@@ -19,7 +19,7 @@ from compat_matrix.cells import Cell
 from compat_matrix.commands import runs
 from compat_matrix.errors import MatrixError
 from compat_matrix.results import CellResult, Test
-from compat_matrix.store import Store
+from compat_matrix.store import Store, removal
 from compat_matrix.store.models import RUN
 from compat_matrix.views import compatibility, diff, show
 
@@ -177,6 +177,16 @@ def test_runs_lists_the_parts(store: Store, capsys: pytest.CaptureFixture[str], 
     assert show.run(argparse.Namespace(store=url, json=True, chosen=second)) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["run"]["state"], [one["id"] for one in found["parts"]]) == ("interrupted", [first, second])
+
+
+def test_the_others_are_one_run_after_the_first_part_was_deleted(store: Store) -> None:
+    first, *others = [part(store, [passed(one)]) for one in CELLS[:3]]
+    removal.delete_runs(store, [first])
+    assert [one.id for one in store.parts(others[1])] == others
+    assert store.resolve("latest") == others[0]
+    assert states(store, others[0]) == dict.fromkeys(CELLS[1:3], "passed")
+    later = part(store, [passed(CELLS[3])])
+    assert [one.whole for one in store.parts(later)] == [others[0]] * 3
 
 
 def test_the_document_counts_parts_as_one_run(store: Store) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sqlalchemy import Connection, delete, except_, select
+from sqlalchemy import Connection, delete, except_, select, update
 
 from . import inserts
 from .models import CELL, NEWEST, NODEID, RESULT, RUN, SUBMISSION, TEXT, metadata
@@ -54,6 +54,9 @@ def _delete(connection: Connection, name: str) -> None:
         if "run_id" in table.c:
             connection.execute(delete(table).where(table.c.run_id == key))
     connection.execute(delete(RUN).where(RUN.c.id == key))
+    parts = select(RUN.c.name).where(RUN.c.whole == name).order_by(RUN.c.id)
+    if first := connection.scalar(parts.limit(1)):  # the deleted one was the first part of these
+        connection.execute(update(RUN).where(RUN.c.whole == name).values(whole=first))
     inserts.refresh_newest(connection, shown)
 
 
