@@ -189,6 +189,22 @@ def test_the_others_are_one_run_after_the_first_part_was_deleted(store: Store) -
     assert [one.whole for one in store.parts(later)] == [others[0]] * 3
 
 
+def test_a_part_is_deleted_and_cancelled_by_its_id_and_a_run_by_its_other_names(store: Store, url: str) -> None:
+    one, two, three = (part(store, [passed(cell)], label="gpu") for cell in CELLS[:3])
+    going = store.new_run(CELLS[3:4], label="gpu", command="run", revision="75eada2", axes="axes")
+    assert [part.id for part in store.parts(one)] == [one, two, three, going]
+
+    def order(command: Any, *names: str) -> None:
+        assert command(argparse.Namespace(store=url, runs=names)) == 0
+
+    order(runs.delete, two)
+    assert {run.id for run in store.runs()} == {one, three, going}
+    order(runs.cancel, "gpu")  # of its parts only one goes on
+    assert store.run(going).state == "interrupted"
+    order(runs.delete, "latest", three)
+    assert store.runs() == []
+
+
 def test_the_document_counts_parts_as_one_run(store: Store) -> None:
     part(store, [passed(CELLS[0])], host="node1")
     part(store, [passed(CELLS[1])], host="node2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
 
 from ..store import Run, Store, removal, submissions
@@ -54,19 +55,28 @@ def merge(options: argparse.Namespace) -> int:
 def cancel(options: argparse.Namespace) -> int:
     """Interrupt runs; returns the exit code."""
     with Store.open(options.store, create=False) as store:
-        for run in [store.resolve(name) for name in options.runs]:
-            submissions.cancel(store, run)
-            print(f"{run} is interrupted")
+        for name in options.runs:
+            parts = _named(store, [name])
+            for run in [one for one in parts if one.state == "running"] or parts:  # it is an error if all have ended
+                submissions.cancel(store, run.id)
+                print(f"{run.id} is interrupted")
     return 0
 
 
 def delete(options: argparse.Namespace) -> int:
     """Delete runs; returns the exit code."""
     with Store.open(options.store, create=False) as store:
-        runs = [store.resolve(name) for name in options.runs]
-        removal.delete_runs(store, runs)
-    print(f"deleted: {', '.join(dict.fromkeys(runs))}")
+        found = [one.id for one in _named(store, options.runs)]
+        removal.delete_runs(store, found)
+    print(f"deleted: {', '.join(found)}")
     return 0
+
+
+def _named(store: Store, names: Iterable[str]) -> list[Run]:
+    """The part whose id is given, and all parts of a run that is given by another name."""
+    known = {one.id: one for one in store.runs()}
+    found = [one for name in names for one in ([known[name]] if name in known else store.parts(store.resolve(name)))]
+    return [*{one.id: one for one in found}.values()]
 
 
 def prune(options: argparse.Namespace) -> int:
