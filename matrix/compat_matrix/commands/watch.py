@@ -22,14 +22,14 @@ from rich.console import Console
 from urllib3.util import Retry
 
 from kernel_compat.patching.shim import discover
+from kernel_compat_atlas import cli as atlas_cli
+from kernel_compat_atlas.errors import AtlasError
+from kernel_compat_atlas.index import Index, reason
+from kernel_compat_atlas.releases import covered, installable
+from kernel_compat_atlas.upstream import SEAMS
 
-from ..atlas import command as atlas_command
-from ..atlas.index import Index, reason
-from ..atlas.releases import covered, installable
-from ..atlas.upstream import SEAMS
 from ..axes import Axes, Packages, cover, load
 from ..cells import Cell
-from ..errors import MatrixError
 from ..expressions import Expression, is_release, release
 from ..jobs import execute, executor_of, jobs_of, new_run
 from ..pins import project_requirements
@@ -98,7 +98,7 @@ def on_index(index: Index, distributions: Iterable[str], note: Callable[[str], N
     for distribution in dict.fromkeys(distributions):
         try:
             files = index.files(distribution)
-        except MatrixError as error:
+        except AtlasError as error:
             note(str(error))
             problems.append(error)
         else:
@@ -182,10 +182,10 @@ def read_atlas(store: Store, index: Index, new: Releases) -> Atlas:
                 versions = sorted({one.version for one in known}.union(new.get(distribution, ())))
                 words += [f"--{distribution}", ",".join(map(str, versions))]
         parser = argparse.ArgumentParser()
-        atlas_command.add_arguments(parser)
+        atlas_cli.add_arguments(parser)
         with redirect_stdout(io.StringIO()) as printed:
-            atlas_command.run(parser.parse_args(words))
-    except MatrixError as error:
+            atlas_cli.run(parser.parse_args(words))
+    except AtlasError as error:
         return [], str(error)
     keep(store, ATLAS, printed.getvalue())
     fresh = {str(version) for versions in new.values() for version in versions}

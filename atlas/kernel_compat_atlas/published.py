@@ -20,7 +20,7 @@ from platformdirs import user_cache_path
 from remotezip import RangeNotSupported, RemoteIOError, RemoteZip  # type: ignore[import-untyped]
 from urllib3.exceptions import HTTPError
 
-from ..errors import MatrixError
+from .errors import AtlasError
 from .index import TIMEOUT, File, Index, reason
 
 #: Bytes at the end of a wheel that contain its directory, for most wheels.
@@ -83,7 +83,7 @@ class Published(ExitStack):
     source distribution, and for many members of a small wheel, the whole file is fetched. A small one is kept in the cache.
 
     Raises:
-        MatrixError: by both members, if it can't be fetched or is damaged.
+        AtlasError: by both members, if it can't be fetched or is damaged.
     """
 
     def __init__(self, file: File, index: Index, cache: Cache, note: Callable[[str], None]) -> None:
@@ -166,13 +166,13 @@ class Published(ExitStack):
         except (requests.RequestException, RemoteIOError, HTTPError) as error:
             cause = error.__context__ if isinstance(error, RemoteIOError) else error
             why = reason(cause) if isinstance(cause, OSError) else "the connection broke"
-            raise MatrixError(f"{name} can't be fetched: {why}") from error
+            raise AtlasError(f"{name} can't be fetched: {why}") from error
         except OSError as error:
-            raise MatrixError(f"{name} can't be read: {error}") from error
-        except MatrixError:
+            raise AtlasError(f"{name} can't be read: {error}") from error
+        except AtlasError:
             raise
         except Exception as error:  # zipfile, tarfile and zlib raise any error for damaged files
-            raise MatrixError(f"{name} is damaged: {error}") from error
+            raise AtlasError(f"{name} is damaged: {error}") from error
 
 
 def _unzipped(archive: zipfile.ZipFile) -> Mapping[str, _Opener]:

@@ -92,7 +92,7 @@ def read(
     """Read the given seams of each release.
 
     Raises:
-        MatrixError: a release can't be read.
+        AtlasError: a release can't be read.
     """
 
     def one(release: Release, targets: Sequence[str]) -> dict[str, Found]:

@@ -25,17 +25,17 @@ import pytest
 from packaging.version import Version
 from wheels import publish
 
-from compat_matrix.atlas import command
-from compat_matrix.atlas.index import File, Index
-from compat_matrix.atlas.published import Cache, Published
-from compat_matrix.atlas.releases import Release, covered, select
-from compat_matrix.atlas.scan import Disagreement, check, history, read
-from compat_matrix.atlas.sources import Sources
-from compat_matrix.cli import main
-from compat_matrix.errors import MatrixError
 from kernel_compat.errors import SeamError
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim
+from kernel_compat_atlas import cli
+from kernel_compat_atlas.cli import main
+from kernel_compat_atlas.errors import AtlasError
+from kernel_compat_atlas.index import File, Index
+from kernel_compat_atlas.published import Cache, Published
+from kernel_compat_atlas.releases import Release, covered, select
+from kernel_compat_atlas.scan import Disagreement, check, history, read
+from kernel_compat_atlas.sources import Sources
 
 UTILS = "transformers.modeling_flash_attention_utils"
 
@@ -154,8 +154,8 @@ def atlas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., A
 
     def run(*arguments: str) -> dict[str, Any]:
         parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        code = command.run(parser.parse_args([*arguments, "--json", "--cache", str(tmp_path / "cache")]))
+        cli.add_arguments(parser)
+        code = cli.run(parser.parse_args([*arguments, "--json", "--cache", str(tmp_path / "cache")]))
         out, err = capsys.readouterr()
         return {**json.loads(out), "code": code, "stderr": err}
 
@@ -452,10 +452,10 @@ def test_the_tables_say_the_same(
     transformers(index.folder, "5.3.0", "")
     monkeypatch.setenv("COLUMNS", "120")
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    cli.add_arguments(parser)
     arguments = ["--cache", str(tmp_path / "cache"), "--transformers", "5.1-5.3"]
 
-    assert command.run(parser.parse_args(arguments)) == 0
+    assert cli.run(parser.parse_args(arguments)) == 0
     out = "\n".join(map(str.rstrip, capsys.readouterr().out.splitlines()))
     assert "transformers: 3 releases, 5.1.0 to 5.3.0" in out
     assert re.search(r":_lazy_imports  .*\n +since 5.1.0 or before +\(impl\)\n", out)
@@ -463,7 +463,7 @@ def test_the_tables_say_the_same(
     assert "gone from 5.3.0" in out
     assert re.search(r"ALL_MASK_ATTENTION_FUNCTIONS *\n +nowhere", out)
 
-    assert command.run(parser.parse_args([*arguments, "--check"])) == 1
+    assert cli.run(parser.parse_args([*arguments, "--check"])) == 1
     out = capsys.readouterr().out
     assert f"tf5_fa4_lengths: {UTILS}:_lazy_imports in transformers 5.2.0" not in out  # the claim begins with 5.4
     assert f"tf5_flash_forward: {UTILS}:_flash_attention_forward in transformers 5.2.0: expected (query_states, " in out
@@ -533,12 +533,12 @@ def test_releases_are_selected(text: str, expected: str) -> None:
     ],
 )
 def test_releases_that_are_none_are_refused(text: str, problem: str) -> None:
-    with pytest.raises(MatrixError, match=re.escape(problem)):
+    with pytest.raises(AtlasError, match=re.escape(problem)):
         select("demo", text, available())
 
 
 def test_the_latest_of_pre_releases_alone_must_be_named() -> None:
-    with pytest.raises(MatrixError, match="only pre-releases: name one exactly, such as the newest, 4.0.0b2"):
+    with pytest.raises(AtlasError, match="only pre-releases: name one exactly, such as the newest, 4.0.0b2"):
         select("flash-attn-4", "latest", available("4.0.0b1", "4.0.0b2"))
 
 
@@ -574,7 +574,7 @@ def test_the_same_file_of_a_release_is_read_everywhere() -> None:
 )
 def test_a_seam_that_is_none_is_refused(index: Server, atlas: Callable[..., Any], seam: str, problem: str) -> None:
     transformers(index.folder, "5.0.0", "")
-    with pytest.raises(MatrixError, match=problem):
+    with pytest.raises(AtlasError, match=problem):
         atlas("--transformers", "5.0.0", "--seam", seam)
 
 
@@ -606,8 +606,8 @@ def test_threads_that_interrupt_each_other_within_a_parse_read_the_same(
 
 def test_bad_input_ends_the_command_with_2(index: Server, capsys: pytest.CaptureFixture[str]) -> None:
     transformers(index.folder, "5.0.0", "")
-    assert main(["atlas", "--transformers", "5.0.0-"]) == 2
-    assert capsys.readouterr().err == "kernel-compat-matrix: transformers: '' isn't a version\n"
+    assert main(["--transformers", "5.0.0-"]) == 2
+    assert capsys.readouterr().err == "kernel-compat-atlas: transformers: '' isn't a version\n"
 
 
 # Downloads, the cache and offline use ------------------------------------------------------------------------------
@@ -654,7 +654,7 @@ def test_a_warm_run_only_requests_the_releases(index: Server, atlas: Callable[..
     assert index.requested == ["/simple/transformers/"]
     assert cold["seams"] == warm["seams"]
     index.stop()
-    with pytest.raises(MatrixError, match="can't be queried for transformers: no connection"):
+    with pytest.raises(AtlasError, match="can't be queried for transformers: no connection"):
         atlas("--transformers", "5.1.0")
 
 
@@ -721,7 +721,7 @@ def test_a_damaged_wheel_is_named(
     index.ranges = ranges
     path = transformers(index.folder, "5.0.0", LOADER)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(MatrixError, match="transformers-5.0.0-py3-none-any.whl is damaged"):
+    with pytest.raises(AtlasError, match="transformers-5.0.0-py3-none-any.whl is damaged"):
         atlas("--transformers", "5.0.0")
 
 
@@ -735,7 +735,7 @@ def test_a_module_that_unpacks_to_a_large_one_is_not_read(index: Server, atlas: 
             entry = tarfile.TarInfo("transformers-5.0.0/transformers/modeling_flash_attention_utils.py")
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
-    with pytest.raises(MatrixError, match="is damaged: transformers/.* has more than 67108864 bytes"):
+    with pytest.raises(AtlasError, match="is damaged: transformers/.* has more than 67108864 bytes"):
         atlas("--transformers", "5.0.0", "--seam", "transformers.modeling_flash_attention_utils:f")
 
 
@@ -743,7 +743,7 @@ def test_a_whole_file_must_be_that_of_the_index(index: Server, atlas: Callable[.
     index.ranges = False
     path = transformers(index.folder, "5.0.0", LOADER)
     index.sha256[path.name] = "0" * 64
-    with pytest.raises(MatrixError, match=f"{path.name} is not the file of its index: it has another sha256"):
+    with pytest.raises(AtlasError, match=f"{path.name} is not the file of its index: it has another sha256"):
         atlas("--transformers", "5.0.0")
 
 
@@ -778,7 +778,7 @@ def test_without_a_cache_that_can_be_written_it_goes_on(
 def test_a_wheel_that_is_gone_from_its_index(index: Server, atlas: Callable[..., Any]) -> None:
     index.sha256["transformers-5.0.0-py3-none-any.whl"] = "0" * 64
     transformers(index.folder, "5.1.0", LOADER)
-    with pytest.raises(MatrixError, match="transformers-5.0.0-py3-none-any.whl can't be fetched: it responds with 404"):
+    with pytest.raises(AtlasError, match="transformers-5.0.0-py3-none-any.whl can't be fetched: it responds with 404"):
         atlas("--transformers", "5.0.0")
 
 
@@ -835,10 +835,10 @@ def test_credentials_go_with_the_files_and_into_no_message(
     with_password = server.url.replace("//", "//me:s3cret@")
     index_settings.setenv("UV_DEFAULT_INDEX", with_password)
     assert atlas("--transformers", "5.0.0")["code"] == 0
-    with pytest.raises(MatrixError, match=r"no release of torch in http://127.0.0.1:\d+/simple$"):
+    with pytest.raises(AtlasError, match=r"no release of torch in http://127.0.0.1:\d+/simple$"):
         atlas("--torch", "2.11")
     index_settings.setenv("UV_DEFAULT_INDEX", with_password.replace("s3cret", "wr0ng"))
-    with pytest.raises(MatrixError, match="can't be queried for transformers: it responds with 401") as caught:
+    with pytest.raises(AtlasError, match="can't be queried for transformers: it responds with 401") as caught:
         atlas("--transformers", "5.0.0")
     assert "wr0ng" not in str(caught.value)
     kept = b"".join(file.read_bytes() for file in (tmp_path / "cache").rglob("*.json"))
@@ -849,7 +849,7 @@ def test_credentials_go_with_the_files_and_into_no_message(
 @pytest.mark.parametrize("url", ["ftp://example.invalid/simple", "http://[simple"])
 def test_an_index_that_is_none(index_settings: pytest.MonkeyPatch, atlas: Callable[..., Any], url: str) -> None:
     index_settings.setenv("UV_DEFAULT_INDEX", url)
-    with pytest.raises(MatrixError, match="the configured address of a package index is invalid"):
+    with pytest.raises(AtlasError, match="the configured address of a package index is invalid"):
         atlas("--transformers", "5.0.0")
 
 
@@ -865,13 +865,13 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[st
     cache = tmp_path_factory.mktemp("atlas")
     try:
         Index().files("transformers")
-    except MatrixError as error:
+    except AtlasError as error:
         pytest.skip(f"the package index can't be reached: {error}")
 
     def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
         parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        code = command.run(parser.parse_args([*arguments, "--json", "--cache", str(cache)]))
+        cli.add_arguments(parser)
+        code = cli.run(parser.parse_args([*arguments, "--json", "--cache", str(cache)]))
         return {**json.loads(capsys.readouterr().out), "code": code}
 
     return run

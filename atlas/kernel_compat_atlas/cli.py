@@ -1,11 +1,14 @@
-"""``kernel-compat-matrix atlas``: show when seams appeared, changed and vanished upstream."""
+"""The command ``kernel-compat-atlas``: what releases have of the library's seams, or of what a project uses."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
+import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,8 @@ from rich.text import Text
 
 from kernel_compat.patching.shim import Shim, discover
 
-from ..errors import MatrixError
-from ..words import plural
+from . import __version__
+from .errors import AtlasError
 from .index import Index
 from .project.names import names_of, targets_of
 from .project.report import show_project
@@ -26,13 +29,33 @@ from .published import Cache
 from .releases import Release, covered, select
 from .scan import Disagreement, Event, Findings, check, claims, heading, history, history_table, read
 from .upstream import PACKAGES, REPLACEMENTS, SEAMS, distribution_of
+from .words import plural
 
 #: The histories of seams, by distribution and target.
 _Histories = Mapping[str, Mapping[str, Sequence[Event]]]
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: that of `run`, 2 after an `AtlasError`, 130 if it was interrupted."""
+    parser = argparse.ArgumentParser("kernel-compat-atlas")
+    parser.add_argument("--version", action="version", version=__version__)
+    add_arguments(parser)
+    gc.set_threshold(100_000)  # parsed modules are many objects, and few of them are in cycles
+    try:
+        return run(parser.parse_args(arguments))
+    except AtlasError as error:
+        print(f"kernel-compat-atlas: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
+    """Add the command's arguments to its parser, or to that of ``kernel-compat-matrix atlas``."""
     parser.description = (
         "When each seam appeared, changed its parameters and vanished, read from the published wheels. RELEASES, with commas "
         "between several: 5.3.0; 5.3, its newest patch; 4.48-5.23, the newest patch of every minor; 5.9.0-5.10.2, "
@@ -78,16 +101,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns the exit code: 0; 1 if `--check` found a disagreement, or a project uses a name that a release lacks.
 
     Raises:
-        MatrixError: bad input, or a release that can't be read.
+        AtlasError: bad input, or a release that can't be read.
     """
     options = vars(arguments)
     for option in ("check", "seam") if arguments.project is not None else ("exclude", "all", "sarif"):
         if options[option] and arguments.project is not None:
-            raise MatrixError(f"--{option} is for seams, and can't be combined with --project")
+            raise AtlasError(f"--{option} is for seams, and can't be combined with --project")
         if options[option]:
-            raise MatrixError(f"--{option} needs --project")
+            raise AtlasError(f"--{option} needs --project")
     if arguments.sarif and arguments.json:
-        raise MatrixError("--json and --sarif can't be combined")
+        raise AtlasError("--json and --sarif can't be combined")
     errors = Console(stderr=True, highlight=False)
     notes: list[str] = []
 
@@ -101,14 +124,14 @@ def run(arguments: argparse.Namespace) -> int:
     for name, why in broken.items():
         text = f"the shims of the entry point {name} can't be loaded: {why}"
         if arguments.check:
-            raise MatrixError(text)
+            raise AtlasError(text)
         note(text)
     for shim in shims:
         try:
             for specifier in (shim.versions, *(seam.versions for seam in shim.seams)):
                 SpecifierSet(specifier)
         except InvalidSpecifier as error:
-            raise MatrixError(f"the shim {shim.name}: {error}") from error
+            raise AtlasError(f"the shim {shim.name}: {error}") from error
     selected = {distribution: options[distribution] for distribution in SEAMS if options[distribution] is not None}
 
     def releases_of(distribution: str) -> list[Release]:
@@ -129,7 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
         names = names_of(found, releases, findings_of(targets), shims)
         return show_project(arguments, found, names, releases, notes)
     if not shims and not selected:
-        raise MatrixError("no installed shim claims releases: name the releases to read")
+        raise AtlasError("no installed shim claims releases: name the releases to read")
     releases = {one: releases_of(one) for one in selected or dict.fromkeys(shim.distribution for shim in shims)}
     seams = _seams(arguments.seam, shims, releases)
     findings = findings_of(seams)
@@ -157,12 +180,12 @@ def _seams(given: Sequence[str], shims: Sequence[Shim], releases: Iterable[str])
         seams.get(shim.distribution, {}).update(dict.fromkeys(seam.target for seam in shim.seams))
     for target in given:
         if target.count(":") != 1 or not all(map(str.isidentifier, re.split("[.:]", target))):
-            raise MatrixError(
+            raise AtlasError(
                 f"{target!r} isn't a seam; write package.module:attribute or package.module:Class.attribute"
             )
         owner = distribution_of(target)
         if owner not in seams:
-            raise MatrixError(f"{target} belongs to {owner}: name the releases of {owner} to read")
+            raise AtlasError(f"{target} belongs to {owner}: name the releases of {owner} to read")
         seams[owner][target] = None
     return {distribution: list(targets) for distribution, targets in seams.items()}
 
