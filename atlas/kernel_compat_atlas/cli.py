@@ -5,19 +5,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import logging
 import os
-import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from rich.console import Console
-from rich.text import Text
-
-from kernel_compat.patching.shim import Shim, discover
 
 from . import __version__
 from .errors import AtlasError
@@ -27,12 +20,9 @@ from .project.report import show_project
 from .project.uses import scan
 from .published import Cache
 from .releases import Release, covered, select
-from .scan import Disagreement, Event, Findings, check, claims, heading, history, history_table, read
-from .upstream import PACKAGES, REPLACEMENTS, SEAMS, distribution_of
-from .words import plural
-
-#: The histories of seams, by distribution and target.
-_Histories = Mapping[str, Mapping[str, Sequence[Event]]]
+from .scan import read
+from .seams import installed_shims, read_seams
+from .upstream import PACKAGES, REPLACEMENTS, SEAMS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,20 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
         notes.append(text)
         errors.print(f"note: {text}", markup=False, soft_wrap=True)
 
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # it logs a warning at each retry
     cache, index = Cache(arguments.cache, note), Index()
-    shims, broken = discover()
-    for name, why in broken.items():
-        text = f"the shims of the entry point {name} can't be loaded: {why}"
-        if arguments.check:
-            raise AtlasError(text)
-        note(text)
-    for shim in shims:
-        try:
-            for specifier in (shim.versions, *(seam.versions for seam in shim.seams)):
-                SpecifierSet(specifier)
-        except InvalidSpecifier as error:
-            raise AtlasError(f"the shim {shim.name}: {error}") from error
+    shims = installed_shims(None if arguments.check else note)
     selected = {distribution: options[distribution] for distribution in SEAMS if options[distribution] is not None}
 
     def releases_of(distribution: str) -> list[Release]:
@@ -140,95 +118,21 @@ def run(arguments: argparse.Namespace) -> int:
             return select(distribution, selected[distribution], available)
         return covered(distribution, (one.versions for one in shims if one.distribution == distribution), available)
 
-    def findings_of(targets: Mapping[str, Sequence[str]]) -> Findings:
-        wanted = {one: targets.get(distribution, ()) for distribution in releases for one in releases[distribution]}
-        return read(wanted, index, cache, note)
-
     if arguments.project is not None:
         calls = [pattern for one in REPLACEMENTS if one.called for pattern in one.patterns]
         found = scan(arguments.project, PACKAGES, calls, arguments.exclude)
         targets = targets_of(found)
         releases = {one: releases_of(one) for one in selected or SEAMS if one in selected or one in targets}
-        names = names_of(found, releases, findings_of(targets), shims)
+        names = names_of(found, releases, read(releases, targets, index, cache, note), shims)
         return show_project(arguments, found, names, releases, notes)
     if not shims and not selected:
         raise AtlasError("no installed shim claims releases: name the releases to read")
     releases = {one: releases_of(one) for one in selected or dict.fromkeys(shim.distribution for shim in shims)}
-    seams = _seams(arguments.seam, shims, releases)
-    findings = findings_of(seams)
-    disagreements = check(shims, findings) if arguments.check else []
-    histories = {
-        distribution: {
-            target: history({one: findings[one][target] for one in several}) for target in seams[distribution]
-        }
-        for distribution, several in releases.items()
-    }
+    seams = read_seams(releases, shims, index, cache, note, arguments.seam)
     if arguments.json:
-        checked = {"check": {"disagreements": [one.as_json() for one in disagreements]}} if arguments.check else {}
-        print(json.dumps({**_as_json(releases, histories, shims), "notes": notes, **checked}, indent=2))
+        print(json.dumps(seams.as_json(notes, arguments.check), indent=2))
     elif arguments.check:
-        _show_check(disagreements, shims, findings)
+        seams.show_check()
     else:
-        _show(releases, histories, shims)
-    return int(any(one.certain for one in disagreements))
-
-
-def _seams(given: Sequence[str], shims: Sequence[Shim], releases: Iterable[str]) -> dict[str, list[str]]:
-    """The seams to look for, by distribution."""
-    seams = {distribution: dict.fromkeys(SEAMS.get(distribution, ())) for distribution in releases}
-    for shim in shims:
-        seams.get(shim.distribution, {}).update(dict.fromkeys(seam.target for seam in shim.seams))
-    for target in given:
-        if target.count(":") != 1 or not all(map(str.isidentifier, re.split("[.:]", target))):
-            raise AtlasError(
-                f"{target!r} isn't a seam; write package.module:attribute or package.module:Class.attribute"
-            )
-        owner = distribution_of(target)
-        if owner not in seams:
-            raise AtlasError(f"{target} belongs to {owner}: name the releases of {owner} to read")
-        seams[owner][target] = None
-    return {distribution: list(targets) for distribution, targets in seams.items()}
-
-
-def _shims_of(target: str, shims: Sequence[Shim]) -> list[str]:
-    return [shim.name for shim in shims if target in {seam.target for seam in shim.seams}]
-
-
-def _show(releases: Mapping[str, Sequence[Release]], histories: _Histories, shims: Sequence[Shim]) -> None:
-    console = Console(highlight=False)
-    for distribution, several in releases.items():
-        console.print(Text(heading(distribution, several), "bold"))
-        for target, events in histories[distribution].items():
-            replacing = ", ".join(_shims_of(target, shims))
-            console.print(Text.assemble("\n", (target, "cyan"), (f"  {replacing}", "dim")), soft_wrap=True)
-            console.print(history_table(events) if events else "  nowhere")
-        console.print()
-
-
-def _show_check(disagreements: Sequence[Disagreement], shims: Sequence[Shim], read: Iterable[Release]) -> None:
-    console = Console(highlight=False)
-    for disagreement in disagreements:
-        console.print(Text(str(disagreement), "red" if disagreement.certain else "yellow"), soft_wrap=True)
-    releases = [*read]
-    claimed = sum(len(shim.seams_for(str(one.version))) for shim in shims for one in releases if claims(shim, one))
-    certain = sum(one.certain for one in disagreements)
-    console.print(
-        f"{plural(claimed, 'claim')} on {plural(len(releases), 'release')}: "
-        f"{certain} wrong, {len(disagreements) - certain} uncertain"
-    )
-
-
-def _as_json(releases: Mapping[str, Sequence[Release]], histories: _Histories, shims: Sequence[Shim]) -> dict[str, Any]:
-    return {
-        "releases": {distribution: [one.as_json() for one in several] for distribution, several in releases.items()},
-        "seams": [
-            {
-                "distribution": distribution,
-                "target": target,
-                "shims": _shims_of(target, shims),
-                "history": [event.as_json() for event in events],
-            }
-            for distribution, seams in histories.items()
-            for target, events in seams.items()
-        ],
-    }
+        seams.show()
+    return int(arguments.check and any(one.certain for one in seams.disagreements))

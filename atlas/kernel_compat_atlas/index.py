@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import hashlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -88,6 +89,7 @@ class Index:
         self.session = requests.Session()
         self.session.verify = os.environ.get("SSL_CERT_FILE") or _pip("cert") or True
         retry = Retry(3, connect=1, backoff_factor=0.3, status_forcelist=(429, 502, 503, 504), raise_on_status=False)
+        logging.getLogger("urllib3").setLevel(logging.ERROR)  # it logs a warning at each retry
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, HTTPAdapter(pool_maxsize=THREADS, max_retries=retry))
 

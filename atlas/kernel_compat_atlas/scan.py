@@ -87,13 +87,18 @@ class Disagreement:
 
 
 def read(
-    wanted: Mapping[Release, Sequence[str]], index: Index, cache: Cache, note: Callable[[str], None]
+    releases: Mapping[str, Sequence[Release]],
+    targets: Mapping[str, Sequence[str]],
+    index: Index,
+    cache: Cache,
+    note: Callable[[str], None],
 ) -> dict[Release, dict[str, Found]]:
-    """Read the given seams of each release.
+    """Read the seams of each release; releases and seams are given by distribution.
 
     Raises:
         AtlasError: a release can't be read.
     """
+    wanted = {one: targets.get(distribution, ()) for distribution, several in releases.items() for one in several}
 
     def one(release: Release, targets: Sequence[str]) -> dict[str, Found]:
         entry = f"found-{FINGERPRINT}.json"

@@ -406,7 +406,7 @@ def checked(folder: Path, seam: Seam, tmp_path: Path) -> list[Disagreement]:
     cache = Cache(tmp_path / "cache", print)
     name = "demo-1.0-py3-none-any.whl"
     release = Release("demo", Version("1.0"), File(name, (folder / name).as_uri()))
-    findings = read({release: [seam.target]}, Index(), cache, print)
+    findings = read({"demo": [release]}, {"demo": [seam.target]}, Index(), cache, print)
     return check([shim("demo_shim", ">=1", seam)], findings)
 
 
@@ -476,7 +476,7 @@ def test_each_claim_is_checked_in_its_releases(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache", print)
     files = [File(p.name, p.as_uri()) for p in sorted(tmp_path.glob("*.whl"))]
     releases = [Release("demo", Version(file.filename.split("-")[1]), file) for file in files]
-    findings = read({one: ["demo:f"] for one in releases}, Index(), cache, print)
+    findings = read({"demo": releases}, {"demo": ["demo:f"]}, Index(), cache, print)
 
     assert [event.what for event in history({one: findings[one]["demo:f"] for one in releases})] == [
         "appeared",
