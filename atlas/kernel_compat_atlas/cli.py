@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from . import __version__
 from .errors import AtlasError
 from .index import Index
@@ -23,6 +21,7 @@ from .releases import Release, covered, select
 from .scan import read
 from .seams import installed_shims, read_seams
 from .upstream import PACKAGES, REPLACEMENTS, SEAMS
+from .words import Notes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,15 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise AtlasError(f"--{option} needs --project")
     if arguments.sarif and arguments.json:
         raise AtlasError("--json and --sarif can't be combined")
-    errors = Console(stderr=True, highlight=False)
-    notes: list[str] = []
-
-    def note(text: str) -> None:
-        notes.append(text)
-        errors.print(f"note: {text}", markup=False, soft_wrap=True)
-
-    cache, index = Cache(arguments.cache, note), Index()
-    shims = installed_shims(None if arguments.check else note)
+    notes = Notes()
+    cache, index = Cache(arguments.cache, notes.add), Index()
+    shims = installed_shims(None if arguments.check else notes.add)
     selected = {distribution: options[distribution] for distribution in SEAMS if options[distribution] is not None}
 
     def releases_of(distribution: str) -> list[Release]:
@@ -123,12 +116,12 @@ def run(arguments: argparse.Namespace) -> int:
         found = scan(arguments.project, PACKAGES, calls, arguments.exclude)
         targets = targets_of(found)
         releases = {one: releases_of(one) for one in selected or SEAMS if one in selected or one in targets}
-        names = names_of(found, releases, read(releases, targets, index, cache, note), shims)
+        names = names_of(found, releases, read(releases, targets, index, cache), shims)
         return show_project(arguments, found, names, releases, notes)
     if not shims and not selected:
         raise AtlasError("no installed shim claims releases: name the releases to read")
     releases = {one: releases_of(one) for one in selected or dict.fromkeys(shim.distribution for shim in shims)}
-    seams = read_seams(releases, shims, index, cache, note, arguments.seam)
+    seams = read_seams(releases, shims, index, cache, arguments.seam)
     if arguments.json:
         print(json.dumps(seams.as_json(notes, arguments.check), indent=2))
     elif arguments.check:

@@ -47,12 +47,13 @@ class Cache:
 
     Args:
         folder: created if it doesn't exist; by default one in the user's cache folder.
-        note: called once with a message if the folder can't be written.
+        note: called with a message if a whole file is fetched, and once if the folder can't be written.
     """
 
     def __init__(self, folder: Path | None, note: Callable[[str], None]) -> None:
         self._folder = folder or user_cache_path("kernel-compat-matrix", appauthor=False) / "atlas"
-        self._note = note
+        self._writable = True
+        self.note = note
 
     def load(self, file: File, name: str) -> bytes:
         """The cached content `name` of a file of the index; empty if it is not cached. It may be damaged, which the caller checks."""
@@ -72,8 +73,9 @@ class Cache:
                 Path(scratch, name).write_bytes(content)
                 Path(scratch, name).replace(target)
         except OSError as error:
-            self._note(f"nothing is kept in {self._folder}, and the next run fetches it again: {error}")
-            self._note = lambda text: None
+            if self._writable:
+                self.note(f"nothing is kept in {self._folder}, and the next run fetches it again: {error}")
+            self._writable = False
 
 
 class Published(ExitStack):
@@ -86,12 +88,11 @@ class Published(ExitStack):
         AtlasError: by both members, if it can't be fetched or is damaged.
     """
 
-    def __init__(self, file: File, index: Index, cache: Cache, note: Callable[[str], None]) -> None:
+    def __init__(self, file: File, index: Index, cache: Cache) -> None:
         super().__init__()
         self._file = file
         self._index = index
         self._cache = cache
-        self._note = note
         self._left = 0
 
     @property
@@ -149,7 +150,7 @@ class Published(ExitStack):
 
         def note(size: str) -> None:
             if why:
-                self._note(f"{self._file.filename} {why}: fetching all of it, {size}")
+                self._cache.note(f"{self._file.filename} {why}: fetching all of it, {size}")
 
         self._index.download(self._file, content, note)
         if content.tell() < _SMALL:

@@ -125,7 +125,6 @@ def read_seams(
     shims: Sequence[Shim],
     index: Index,
     cache: Cache,
-    note: Callable[[str], None],
     more: Iterable[str] = (),
 ) -> Seams:
     """Read the seams of the shims, and those that the library relies on without replacing them.
@@ -150,4 +149,4 @@ def read_seams(
             raise AtlasError(f"{target} belongs to {owner}: name the releases of {owner} to read")
         targets[owner][target] = None
     listed = {distribution: [*several] for distribution, several in targets.items()}
-    return Seams(releases, listed, read(releases, listed, index, cache, note), shims)
+    return Seams(releases, listed, read(releases, listed, index, cache), shims)

@@ -175,7 +175,7 @@ def lines(answer: dict[str, Any], target: str) -> list[str]:
 def read_one(folder: Path, target: str, tmp_path: Path, name: str = "demo-1.0-py3-none-any.whl") -> Any:
     cache = Cache(tmp_path / "cache", print)
     file = File(name, (folder / name).as_uri())
-    with Published(file, Index(), cache, print) as published:
+    with Published(file, Index(), cache) as published:
         return Sources(published).find(target)
 
 
@@ -406,7 +406,7 @@ def checked(folder: Path, seam: Seam, tmp_path: Path) -> list[Disagreement]:
     cache = Cache(tmp_path / "cache", print)
     name = "demo-1.0-py3-none-any.whl"
     release = Release("demo", Version("1.0"), File(name, (folder / name).as_uri()))
-    findings = read({"demo": [release]}, {"demo": [seam.target]}, Index(), cache, print)
+    findings = read({"demo": [release]}, {"demo": [seam.target]}, Index(), cache)
     return check([shim("demo_shim", ">=1", seam)], findings)
 
 
@@ -476,7 +476,7 @@ def test_each_claim_is_checked_in_its_releases(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache", print)
     files = [File(p.name, p.as_uri()) for p in sorted(tmp_path.glob("*.whl"))]
     releases = [Release("demo", Version(file.filename.split("-")[1]), file) for file in files]
-    findings = read({"demo": releases}, {"demo": ["demo:f"]}, Index(), cache, print)
+    findings = read({"demo": releases}, {"demo": ["demo:f"]}, Index(), cache)
 
     assert [event.what for event in history({one: findings[one]["demo:f"] for one in releases})] == [
         "appeared",
@@ -908,7 +908,7 @@ def test_dispatch_asks_for_the_legacy_flag_up_to_5_3(published: Callable[..., di
     index = Index()
     reading = []
     for release in select("transformers", "5.3-5.4", index.files("transformers")):
-        with Published(release.file, index, cache, print) as wheel:
+        with Published(release.file, index, cache) as wheel:
             module = ast.parse(wheel.read("transformers/modeling_utils.py"))
         (dispatch,) = [
             ast.unparse(node)

@@ -26,6 +26,7 @@ from kernel_compat_atlas.releases import Release, covered, installable
 from kernel_compat_atlas.releases import release as release_of
 from kernel_compat_atlas.seams import installed_shims, read_seams
 from kernel_compat_atlas.upstream import SEAMS
+from kernel_compat_atlas.words import Notes
 
 from ..axes import Axes, Packages, cover, load
 from ..cells import Cell
@@ -170,12 +171,7 @@ def suites(axes: Axes, cells: Sequence[Cell], new: Releases) -> dict[str, list[C
 
 def read_atlas(store: Store, index: Index, new: Releases) -> Atlas:
     """Scan the new releases, and the releases that the installed shims claim, and store the result as the atlas."""
-    notes: list[str] = []
-
-    def note(text: str) -> None:
-        notes.append(text)
-        print(f"note: {text}", file=sys.stderr)
-
+    notes = Notes()
     releases: dict[str, list[Release]] = {}
     try:
         shims = installed_shims()
@@ -186,7 +182,7 @@ def read_atlas(store: Store, index: Index, new: Releases) -> Atlas:
                 known = {one.version for one in covered(distribution, claimed, files)}
                 versions = sorted(known.union(new.get(distribution, ())))
                 releases[distribution] = [release_of(distribution, version, files) for version in versions]
-        found = read_seams(releases, shims, index, Cache(None, note), note).as_json(notes, checked=True)
+        found = read_seams(releases, shims, index, Cache(None, notes.add)).as_json(notes, checked=True)
     except AtlasError as error:
         return [], str(error)
     keep(store, ATLAS, json.dumps(found))
