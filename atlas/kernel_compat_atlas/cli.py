@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     gc.set_threshold(100_000)  # parsed modules are many objects, and few of them are in cycles
     try:
-        return run(parser.parse_args(arguments))
+        code = run(parser.parse_args(arguments))
+        sys.stdout.flush()
+        return code
     except AtlasError as error:
         print(f"kernel-compat-atlas: {error}", file=sys.stderr)
         return 2

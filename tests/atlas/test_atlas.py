@@ -10,12 +10,14 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 import tarfile
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,7 +30,7 @@ from wheels import publish
 from kernel_compat.errors import SeamError
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim
-from kernel_compat_atlas import cli
+from kernel_compat_atlas import cli, seams
 from kernel_compat_atlas.cli import main
 from kernel_compat_atlas.errors import AtlasError
 from kernel_compat_atlas.index import File, Index
@@ -608,6 +610,44 @@ def test_bad_input_ends_the_command_with_2(index: Server, capsys: pytest.Capture
     transformers(index.folder, "5.0.0", "")
     assert main(["--transformers", "5.0.0-"]) == 2
     assert capsys.readouterr().err == "kernel-compat-atlas: transformers: '' isn't a version\n"
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_shims_that_can_not_be_loaded_are_noted_and_can_not_be_checked(
+    index: Server, atlas: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    transformers(index.folder, "5.0.0", "")
+    monkeypatch.setattr(seams, "discover", lambda: ([], {"mine": "no module"} if broken else {}))
+    text = "the shims of the entry point mine can't be loaded: no module"
+    assert atlas("--transformers", "5.0.0")["notes"] == ([text] if broken else [])
+    with pytest.raises(AtlasError, match=text) if broken else nullcontext():
+        atlas("--transformers", "5.0.0", "--check")
+
+
+@pytest.mark.parametrize("one", [shim("mine", "5.x"), shim("mine", ">=5", Seam("demo:f", (), versions="5.x"))])
+def test_a_shim_whose_versions_are_none_is_named(monkeypatch: pytest.MonkeyPatch, one: Shim) -> None:
+    monkeypatch.setattr(seams, "discover", lambda: ([one], {}))
+    with pytest.raises(AtlasError, match="the shim mine: Invalid specifier: '5.x'"):
+        seams.installed_shims()
+
+
+def test_an_interrupted_command_ends_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(arguments: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", interrupted)
+    assert main([]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_reader_that_goes_away_is_no_error(index: Server, tmp_path: Path) -> None:
+    transformers(index.folder, "5.0.0", "")
+    options = f"--transformers 5.0.0 --json --cache {tmp_path / 'cache'}"
+    command = f"{sys.executable} -m kernel_compat_atlas {options} | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 # Downloads, the cache and offline use ------------------------------------------------------------------------------
