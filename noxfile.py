@@ -65,8 +65,11 @@ NIGHTLY = [
     *(nox.param("3.11", release) for release, tested in RELEASES["TRANSFORMERS"].items() if tested),
 ]
 
-#: The dependencies of the tests of the library and of the matrix.
-GROUPS = ("--group", "test", "--group", "matrix")
+#: The dependencies of the tests of the library, of the atlas and of the matrix.
+GROUPS = ("--group", "test", "--group", "atlas", "--group", "matrix")
+
+#: The matrix with the extras that its tests need, and the atlas that it needs.
+MATRIX = ("--editable", "atlas", "--editable", "matrix[postgres,service,tox]")
 
 #: A second thread slows tiny models down. No test may access the hub. Where Python doesn't keep bytecode, each of the many
 #: processes compiles torch and transformers again, for 10 s.
@@ -79,7 +82,7 @@ def lint(session: nox.Session) -> None:
     session.install("--group", "lint")
     session.run("ruff", "format", "--check")
     session.run("ruff", "check")
-    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": "compat:shims:matrix"})
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": "compat:shims:atlas:matrix"})
     workflows = map(str, sorted(Path(".github/workflows").glob("*.yml")))
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
 
@@ -87,7 +90,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(tags=["ci"])
 def types(session: nox.Session) -> None:
     """Mypy on the packages, the tests and this file; torch and transformers are not needed for it."""
-    session.install("--editable", ".", "--editable", "matrix[service,tox]", "--group", "types")
+    session.install("--editable", ".", "--editable", "atlas", "--editable", "matrix[service,tox]", "--group", "types")
     session.run("mypy", *session.posargs)
 
 
@@ -107,9 +110,16 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(tags=["ci"])
+def atlas(session: nox.Session) -> None:
+    """The tests of the atlas, without the matrix. Arguments after -- go to pytest."""
+    session.install("--editable", ".", "--editable", "atlas", "--group", "atlas")
+    session.run("pytest", "-n", "2", "tests/atlas", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(tags=["ci"])
 def matrix(session: nox.Session) -> None:
     """The tests of the matrix itself. Arguments after -- go to pytest."""
-    session.install("--editable", ".", "--editable", "matrix[postgres,service,tox]", "--group", "matrix")
+    session.install("--editable", ".", *MATRIX, "--group", "matrix")
     session.run("pytest", "-n", "2", "tests/matrix", *session.posargs, env=ENVIRONMENT)
 
 
@@ -123,14 +133,14 @@ def examples(session: nox.Session) -> None:
 @nox.session(name="cpu-matrix")
 def cpu_matrix(session: nox.Session) -> None:
     """The cells of the matrix that need no GPU. Arguments after -- go to `kernel-compat-matrix run`."""
-    session.install("--editable", ".", "--editable", "matrix")
+    session.install("--editable", ".", "--editable", "atlas", "--editable", "matrix")
     session.run("kernel-compat-matrix", "run", *_on("cpu", session.posargs))
 
 
 @nox.session(name="gpu-matrix")
 def gpu_matrix(session: nox.Session) -> None:
     """The cells of the matrix that need a GPU. Arguments after -- go to `kernel-compat-matrix run`."""
-    session.install("--editable", ".", "--editable", "matrix")
+    session.install("--editable", ".", "--editable", "atlas", "--editable", "matrix")
     visible = session.run(
         "python", "-c", "from compat_matrix.gpus import visible; print(*visible())", silent=True, stderr=None
     )
@@ -165,8 +175,8 @@ def nightly(session: nox.Session, transformers: str) -> None:
         arguments = ["--resolution", "lowest-direct", "--editable", ".[gpu,transformers4]", "--group", "test"]
         session.install(*arguments, f"torch=={oldest}")  # also required by others, of which the newest would be taken
     elif transformers == "newest":
-        session.install("--editable", ".[gpu,transformers5-exp]", "--editable", "matrix[postgres,service,tox]", *GROUPS)
-        suites.append("tests/matrix")
+        session.install("--editable", ".[gpu,transformers5-exp]", *MATRIX, *GROUPS)
+        suites += ["tests/atlas", "tests/matrix"]
     else:
         session.install("--editable", ".", *_pins(transformers, TORCH), "--group", "test")
     session.run(
@@ -177,7 +187,7 @@ def nightly(session: nox.Session, transformers: str) -> None:
 @nox.session
 def downstream(session: nox.Session) -> None:
     """The frameworks on their published packages, cells of tests/downstream/axes.toml. Arguments after -- go to `kernel-compat-matrix run`."""
-    session.install("--editable", ".", "--editable", "matrix")
+    session.install("--editable", ".", "--editable", "atlas", "--editable", "matrix")
     session.run("kernel-compat-matrix", "run", "--axes", "tests/downstream/axes.toml", *(session.posargs or ["--all"]))
 
 

@@ -181,7 +181,7 @@ COMMANDS = {
     ),
     "merge": Command("commands.runs:merge", "copy runs from other stores", "stores --store"),
     "export": Command("commands.runs:export", "write runs into a store of their own", "runs path:new --store"),
-    "atlas": Command("atlas.command:run", "show when the seams appeared, changed and vanished upstream"),
+    "atlas": Command("commands.atlas:run", "show when the seams appeared, changed and vanished upstream"),
     "emit": Command("commands.cells:emit", "print the matrix for a CI service", f"service:ci {SELECTION}"),
     "cancel": Command(
         "commands.runs:cancel", "interrupt runs that a service executes, or whose runner was killed", "runs --store"

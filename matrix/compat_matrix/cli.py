@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from kernel_compat_atlas.errors import AtlasError
+
 from . import __version__
 from .arguments import COMMANDS, add
 from .errors import MatrixError
@@ -22,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = getattr(importlib.import_module(f".{module}", __package__), function)(options)
         return code
-    except MatrixError as error:
+    except (MatrixError, AtlasError) as error:
         print(f"kernel-compat-matrix: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -23,7 +23,8 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from .atlas.index import File, Index
+from kernel_compat_atlas.index import File, Index
+
 from .axes import Axes
 from .cells import Cell, one_and_more
 from .errors import MatrixError
@@ -135,8 +136,10 @@ def fetch(
         runner: add this command itself, and a requirement file ``runner-py312.txt`` for installing it.
 
     Raises:
-        MatrixError: pins are missing or have no solution, a file can't be fetched or has another hash, the project can't be
-            built, or the disk is full. Fetched files stay, for the next attempt. The manifest is written last.
+        MatrixError: pins are missing or have no solution, the project can't be built, or the disk is full.
+        AtlasError: a file can't be fetched, or has another hash.
+
+    Fetched files stay after an error, for the next attempt. The manifest is written last.
     """
     parts: dict[str, Part] = {}
     for name, found in of_cells(axes, cells, pin_folder, latest).items():
@@ -249,7 +252,7 @@ def _build(source: Path, folder: Path) -> Path:
 def _runners(axes: Axes, pythons: Iterable[str], folder: Path) -> list[Part]:
     """The pins for installing this command on each Python. From a checkout it is built into the folder."""
     requirements = []
-    for name in ("kernel-compat-matrix", "kernel-compat"):
+    for name in ("kernel-compat-matrix", "kernel-compat-atlas", "kernel-compat"):
         found = metadata.distribution(name)
         origin = loads(found.read_text("direct_url.json") or "{}")
         if "dir_info" in origin:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,16 +25,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000)
-
-
-@pytest.fixture
-def index_settings(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No index settings except those of a test."""
-    for name in list(os.environ):
-        if name.startswith(("PIP_", "UV_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    return monkeypatch
 
 
 @pytest.fixture

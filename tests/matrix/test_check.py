@@ -17,11 +17,12 @@ from recorded_service import EVIDENCE, NEAREST, PASSED, WRONG, Service
 
 import compat_matrix
 import kernel_compat
+import kernel_compat_atlas
 from compat_matrix.cli import main
 from compat_matrix.matrix_client import ServiceError, ask, questions
 from kernel_compat.environment import Device, Environment
 
-SOURCES = [Path(str(module.__file__)).parents[1] for module in (kernel_compat, compat_matrix)]
+SOURCES = [Path(str(module.__file__)).parents[1] for module in (kernel_compat, kernel_compat_atlas, compat_matrix)]
 
 
 class Done(NamedTuple):

@@ -10,6 +10,7 @@ import pytest
 from small import TAG, Small
 from sqlalchemy import text
 from stored import axes_of
+from wheels import publish
 
 from compat_matrix.arguments import COMMANDS
 from compat_matrix.axes import OWN, load
@@ -84,6 +85,7 @@ because = "no kernel on a CPU"
         ("show", "the store matrix.sqlite"),
         ("explain nonsense", ""),
         ("diff one two", "the store matrix.sqlite"),
+        ("atlas --sarif", "kernel-compat-matrix: --sarif needs --project"),
     ],
 )
 def test_bad_input_is_told_in_a_line_or_two(project: Small, arguments: str, says: str) -> None:
@@ -206,6 +208,26 @@ def test_a_document_that_can_not_be_written(project: Small, path: str) -> None:
     done = project.run("compatibility", path)
     assert done.returncode == 2
     assert "can't be written" in done.stderr or "is a folder: name the file to write" in done.stderr
+
+
+@pytest.mark.parametrize(("name", "code"), [("there", 0), ("gone", 1)])
+def test_atlas_is_the_command_kernel_compat_atlas(project: Small, name: str, code: int) -> None:
+    project.write("mine.py", f"from transformers import {name}")
+    publish(project.folder, "transformers", "5.0.0", {"transformers/__init__.py": "def there(): ..."})
+    options = ["--project", ".", "--transformers", "5.0.0", "--json", "--cache", "atlas"]
+    index = {"UV_DEFAULT_INDEX": (project.folder / "empty").as_uri(), "UV_FIND_LINKS": str(project.folder)}
+    done = project.run("atlas", *options, **index)
+    alone = subprocess.run(
+        [sys.executable, "-m", "kernel_compat_atlas", *options],
+        cwd=project.folder,
+        env=project.environment(**index),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (alone.returncode, alone.stdout)
+    assert done.returncode == code, done.stderr
+    assert f'"transformers.{name}"' in done.stdout
 
 
 def test_one_cell_is_not_some_cells(small: Small) -> None:

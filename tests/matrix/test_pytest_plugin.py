@@ -135,5 +135,5 @@ def test_figures_are_recorded_outside_of_the_matrix_too(project: pytest.Pytester
 def test_pytest_does_not_find_it_by_itself() -> None:
     """pytest would import a plugin with an entry point, and rewrite the assertions of its whole distribution."""
     root = Path(__file__).parents[2]
-    for project in (root / "pyproject.toml", root / "matrix" / "pyproject.toml"):
+    for project in (root / "pyproject.toml", root / "atlas" / "pyproject.toml", root / "matrix" / "pyproject.toml"):
         assert "pytest11" not in project.read_text()

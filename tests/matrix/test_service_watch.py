@@ -15,13 +15,12 @@ from xml.etree import ElementTree as ET
 import pytest
 from small import PYTHON, Small
 
-from compat_matrix.atlas import command
 from compat_matrix.cells import Cell
-from compat_matrix.commands import watch
 from compat_matrix.service import feed
 from compat_matrix.store.documents import NEWS, kept, seen
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim
+from kernel_compat_atlas import seams
 
 LOADING = "def load(implementation): ...\n"
 NO_GPU = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
@@ -157,8 +156,7 @@ def watched(small: Small, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     """A watched project with its own shim, because these releases don't have the seams of ours."""
     seam = Seam("transformers.loading:load", ("implementation",))
     shims = [Shim("loader", "transformers", ">=5", "for tests", (seam,), lambda originals: originals)]
-    for module in (command, watch):
-        monkeypatch.setattr(module, "discover", lambda: (shims, {}))
+    monkeypatch.setattr(seams, "discover", lambda: (shims, {}))
     for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
         monkeypatch.delenv(name)
     watched = Watched(small)

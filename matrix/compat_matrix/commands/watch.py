@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,15 +19,17 @@ from requests.adapters import HTTPAdapter
 from rich.console import Console
 from urllib3.util import Retry
 
-from kernel_compat.patching.shim import discover
+from kernel_compat_atlas.errors import AtlasError
+from kernel_compat_atlas.index import Index, reason
+from kernel_compat_atlas.published import Cache
+from kernel_compat_atlas.releases import Release, covered, installable
+from kernel_compat_atlas.releases import release as release_of
+from kernel_compat_atlas.seams import installed_shims, read_seams
+from kernel_compat_atlas.upstream import SEAMS
+from kernel_compat_atlas.words import Notes
 
-from ..atlas import command as atlas_command
-from ..atlas.index import Index, reason
-from ..atlas.releases import covered, installable
-from ..atlas.upstream import SEAMS
 from ..axes import Axes, Packages, cover, load
 from ..cells import Cell
-from ..errors import MatrixError
 from ..expressions import Expression, is_release, release
 from ..jobs import execute, executor_of, jobs_of, new_run
 from ..pins import project_requirements
@@ -98,7 +98,7 @@ def on_index(index: Index, distributions: Iterable[str], note: Callable[[str], N
     for distribution in dict.fromkeys(distributions):
         try:
             files = index.files(distribution)
-        except MatrixError as error:
+        except AtlasError as error:
             note(str(error))
             problems.append(error)
         else:
@@ -171,25 +171,23 @@ def suites(axes: Axes, cells: Sequence[Cell], new: Releases) -> dict[str, list[C
 
 def read_atlas(store: Store, index: Index, new: Releases) -> Atlas:
     """Scan the new releases, and the releases that the installed shims claim, and store the result as the atlas."""
-    claimed: dict[str, list[str]] = {}
-    for shim in discover()[0]:
-        claimed.setdefault(shim.distribution, []).append(shim.versions)
-    words = ["--json", "--check"]
+    notes = Notes()
+    releases: dict[str, list[Release]] = {}
     try:
+        shims = installed_shims()
         for distribution in SEAMS:
-            if distribution in claimed or distribution in new:
-                known = covered(distribution, claimed.get(distribution, ()), index.files(distribution))
-                versions = sorted({one.version for one in known}.union(new.get(distribution, ())))
-                words += [f"--{distribution}", ",".join(map(str, versions))]
-        parser = argparse.ArgumentParser()
-        atlas_command.add_arguments(parser)
-        with redirect_stdout(io.StringIO()) as printed:
-            atlas_command.run(parser.parse_args(words))
-    except MatrixError as error:
+            claimed = [shim.versions for shim in shims if shim.distribution == distribution]
+            if claimed or distribution in new:
+                files = index.files(distribution)
+                known = {one.version for one in covered(distribution, claimed, files)}
+                versions = sorted(known.union(new.get(distribution, ())))
+                releases[distribution] = [release_of(distribution, version, files) for version in versions]
+        found = read_seams(releases, shims, index, Cache(None, notes.add)).as_json(notes, checked=True)
+    except AtlasError as error:
         return [], str(error)
-    keep(store, ATLAS, printed.getvalue())
+    keep(store, ATLAS, json.dumps(found))
     fresh = {str(version) for versions in new.values() for version in versions}
-    return [one for one in json.loads(printed.getvalue())["check"]["disagreements"] if one["release"] in fresh], None
+    return [one for one in found["check"]["disagreements"] if one["release"] in fresh], None
 
 
 def states(store: Store, suite: str) -> dict[Cell, State]:

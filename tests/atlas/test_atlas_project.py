@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from wheels import publish
 
-from compat_matrix.atlas import command
-from compat_matrix.atlas.index import Index
-from compat_matrix.atlas.project.uses import Scan, scan
-from compat_matrix.atlas.upstream import REPLACEMENTS, replacements
-from compat_matrix.cli import main
-from compat_matrix.errors import MatrixError
 from kernel_compat.patching.shim import discover
+from kernel_compat_atlas import cli
+from kernel_compat_atlas.cli import main
+from kernel_compat_atlas.errors import AtlasError
+from kernel_compat_atlas.index import Index
+from kernel_compat_atlas.project.uses import Scan, scan
+from kernel_compat_atlas.upstream import REPLACEMENTS, replacements
 
 PACKAGES = ("transformers", "torch", "flash_attn")
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -431,7 +431,7 @@ def test_environments_and_hidden_folders_are_left_out(tmp_path: Path) -> None:
 def test_a_project_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file.py").write_text("")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(MatrixError, match=name):
+    with pytest.raises(AtlasError, match=name):
         scan(tmp_path / name, PACKAGES)
 
 
@@ -592,11 +592,11 @@ def atlas(tmp_path: Path, releases: Path, capsys: pytest.CaptureFixture[str]) ->
     def run(code: str, *arguments: str) -> tuple[int, Any]:
         project = tree(tmp_path / "project", {"code.py": code})
         parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
+        cli.add_arguments(parser)
         words = ["--project", str(project), "--cache", str(tmp_path / "cache"), *arguments]
         if "--flash-attn-4" not in arguments:
             words += ["--transformers", "4.57-5.1"]
-        exit_code = command.run(parser.parse_args(words))
+        exit_code = cli.run(parser.parse_args(words))
         out = capsys.readouterr().out
         return exit_code, json.loads(out) if {"--json", "--sarif"} & {*arguments} else out
 
@@ -762,7 +762,7 @@ def test_without_options_the_newest_of_pre_releases_is_read_and_unused_distribut
     tmp_path: Path, releases: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = tree(tmp_path / "project", {"code.py": "from flash_attn.cute.interface import f, g\n"})
-    assert main(["atlas", "--project", str(project), "--cache", str(tmp_path / "cache"), "--json"]) == 1
+    assert main(["--project", str(project), "--cache", str(tmp_path / "cache"), "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert answer["releases"] == {"flash-attn-4": ["4.0.0b2"]}
     assert [one["state"] for one in answer["names"]] == ["everywhere", "not in 4.0.0b2"]
@@ -795,7 +795,7 @@ def test_bad_arguments_end_the_command_with_2(
     problem: str,
 ) -> None:
     monkeypatch.chdir(tree(tmp_path / "here", {"a.py": "import transformers\n"}))
-    assert main(["atlas", *arguments, "--cache", str(tmp_path / "cache")]) == 2
+    assert main([*arguments, "--cache", str(tmp_path / "cache")]) == 2
     assert problem in capsys.readouterr().err
 
 
@@ -806,7 +806,7 @@ def test_names_of_published_releases(tmp_path: Path, capsys: pytest.CaptureFixtu
     """Names that transformers moved, removed, serves lazily and serves under old names."""
     try:
         Index().files("transformers")
-    except MatrixError as error:
+    except AtlasError as error:
         pytest.skip(f"the package index can't be reached: {error}")
     names = {
         "AutoModelForCausalLM": "everywhere",
@@ -822,6 +822,6 @@ def test_names_of_published_releases(tmp_path: Path, capsys: pytest.CaptureFixtu
     paths = [f"transformers.{name}".rpartition(".") for name in names]
     project = tree(tmp_path / "project", {"code.py": "".join(f"from {a} import {b}\n" for a, _, b in paths)})
     arguments = ["--transformers", "4.57,5.0", "--json", "--cache", str(tmp_path / "cache")]
-    assert main(["atlas", "--project", str(project), *arguments]) == 1
+    assert main(["--project", str(project), *arguments]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert {one["name"].partition(".")[2]: one["state"] for one in answer["names"]} == names

@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from ..errors import MatrixError
+from .errors import AtlasError
 from .index import File
 
 _MINOR = re.compile(r"\d+\.\d+")
@@ -45,7 +45,7 @@ def select(distribution: str, text: str, available: Mapping[Version, Sequence[Fi
         available: the files that the index has.
 
     Raises:
-        MatrixError: the text is invalid, or a release doesn't exist.
+        AtlasError: the text is invalid, or a release doesn't exist.
     """
     versions = {version for part in text.split(",") for version in _versions(distribution, part.strip(), available)}
     return [release(distribution, version, available) for version in sorted(versions)]
@@ -69,14 +69,14 @@ def _versions(distribution: str, part: str, available: Mapping[Version, Sequence
     usual = installable(available)
     if part == "latest":
         if not usual:
-            raise MatrixError(
+            raise AtlasError(
                 f"{distribution} has only pre-releases: name one exactly, such as the newest, {max(available)}"
             )
         return usual[-1:]
     bounds = [bound.strip() for bound in part.split("-")]
     minors = {bool(_MINOR.fullmatch(bound)) for bound in bounds}
     if len(bounds) > 2 or len(minors) > 1:
-        raise MatrixError(
+        raise AtlasError(
             f"{distribution}: {part!r} doesn't select releases; write 5.3.0, 5.3, 4.48-5.23, 5.9.0-5.10.2 or latest, "
             "separated by commas"
         )
@@ -87,19 +87,19 @@ def _versions(distribution: str, part: str, available: Mapping[Version, Sequence
         try:
             end = Version(bound)
         except InvalidVersion:
-            raise MatrixError(f"{distribution}: {bound!r} isn't a version") from None
+            raise AtlasError(f"{distribution}: {bound!r} isn't a version") from None
         if minors == {True}:
             end = newest.get(end.release, end)
         if end not in there:
             below, above = [one for one in there if one < end], [one for one in there if one > end]
             near = [str(one) for one in (*sorted(below)[-1:], *sorted(above)[:1])]
-            raise MatrixError(f"{distribution} has no release {bound}; the nearest are {' and '.join(near) or 'none'}")
+            raise AtlasError(f"{distribution} has no release {bound}; the nearest are {' and '.join(near) or 'none'}")
         ends.append(end)
     if minors == {False}:
         there = {*installable(available, pre_releases=any(end.is_prerelease for end in ends)), *ends}
     chosen = [version for version in there if ends[0] <= version <= ends[-1]]
     if not chosen:
-        raise MatrixError(f"{distribution}: {part!r} begins after its end")
+        raise AtlasError(f"{distribution}: {part!r} begins after its end")
     return chosen
 
 

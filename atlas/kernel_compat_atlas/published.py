@@ -20,7 +20,7 @@ from platformdirs import user_cache_path
 from remotezip import RangeNotSupported, RemoteIOError, RemoteZip  # type: ignore[import-untyped]
 from urllib3.exceptions import HTTPError
 
-from ..errors import MatrixError
+from .errors import AtlasError
 from .index import TIMEOUT, File, Index, reason
 
 #: Bytes at the end of a wheel that contain its directory, for most wheels.
@@ -47,12 +47,13 @@ class Cache:
 
     Args:
         folder: created if it doesn't exist; by default one in the user's cache folder.
-        note: called once with a message if the folder can't be written.
+        note: called with a message if a whole file is fetched, and once if the folder can't be written.
     """
 
     def __init__(self, folder: Path | None, note: Callable[[str], None]) -> None:
         self._folder = folder or user_cache_path("kernel-compat-matrix", appauthor=False) / "atlas"
-        self._note = note
+        self._writable = True
+        self.note = note
 
     def load(self, file: File, name: str) -> bytes:
         """The cached content `name` of a file of the index; empty if it is not cached. It may be damaged, which the caller checks."""
@@ -72,8 +73,9 @@ class Cache:
                 Path(scratch, name).write_bytes(content)
                 Path(scratch, name).replace(target)
         except OSError as error:
-            self._note(f"nothing is kept in {self._folder}, and the next run fetches it again: {error}")
-            self._note = lambda text: None
+            if self._writable:
+                self.note(f"nothing is kept in {self._folder}, and the next run fetches it again: {error}")
+            self._writable = False
 
 
 class Published(ExitStack):
@@ -83,15 +85,14 @@ class Published(ExitStack):
     source distribution, and for many members of a small wheel, the whole file is fetched. A small one is kept in the cache.
 
     Raises:
-        MatrixError: by both members, if it can't be fetched or is damaged.
+        AtlasError: by both members, if it can't be fetched or is damaged.
     """
 
-    def __init__(self, file: File, index: Index, cache: Cache, note: Callable[[str], None]) -> None:
+    def __init__(self, file: File, index: Index, cache: Cache) -> None:
         super().__init__()
         self._file = file
         self._index = index
         self._cache = cache
-        self._note = note
         self._left = 0
 
     @property
@@ -149,7 +150,7 @@ class Published(ExitStack):
 
         def note(size: str) -> None:
             if why:
-                self._note(f"{self._file.filename} {why}: fetching all of it, {size}")
+                self._cache.note(f"{self._file.filename} {why}: fetching all of it, {size}")
 
         self._index.download(self._file, content, note)
         if content.tell() < _SMALL:
@@ -166,13 +167,13 @@ class Published(ExitStack):
         except (requests.RequestException, RemoteIOError, HTTPError) as error:
             cause = error.__context__ if isinstance(error, RemoteIOError) else error
             why = reason(cause) if isinstance(cause, OSError) else "the connection broke"
-            raise MatrixError(f"{name} can't be fetched: {why}") from error
+            raise AtlasError(f"{name} can't be fetched: {why}") from error
         except OSError as error:
-            raise MatrixError(f"{name} can't be read: {error}") from error
-        except MatrixError:
+            raise AtlasError(f"{name} can't be read: {error}") from error
+        except AtlasError:
             raise
         except Exception as error:  # zipfile, tarfile and zlib raise any error for damaged files
-            raise MatrixError(f"{name} is damaged: {error}") from error
+            raise AtlasError(f"{name} is damaged: {error}") from error
 
 
 def _unzipped(archive: zipfile.ZipFile) -> Mapping[str, _Opener]:

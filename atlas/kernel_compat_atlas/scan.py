@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -87,13 +87,17 @@ class Disagreement:
 
 
 def read(
-    wanted: Mapping[Release, Sequence[str]], index: Index, cache: Cache, note: Callable[[str], None]
+    releases: Mapping[str, Sequence[Release]],
+    targets: Mapping[str, Sequence[str]],
+    index: Index,
+    cache: Cache,
 ) -> dict[Release, dict[str, Found]]:
-    """Read the given seams of each release.
+    """Read the seams of each release; releases and seams are given by distribution.
 
     Raises:
-        MatrixError: a release can't be read.
+        AtlasError: a release can't be read.
     """
+    wanted = {one: targets.get(distribution, ()) for distribution, several in releases.items() for one in several}
 
     def one(release: Release, targets: Sequence[str]) -> dict[str, Found]:
         entry = f"found-{FINGERPRINT}.json"
@@ -103,7 +107,7 @@ def read(
             known = {}
         missing = [target for target in targets if target not in known]
         if missing:
-            with Published(release.file, index, cache, note) as published:
+            with Published(release.file, index, cache) as published:
                 sources = Sources(published)
                 known.update((target, sources.find(target)) for target in missing)
             cache.store(release.file, entry, _FINDINGS.dump_json(known))

@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ...errors import MatrixError
+from ..errors import AtlasError
 from ..scopes import CATCH_ALL, Around, Scope, is_type_checking, last_name, parse
 from .resolver import IMPORTERS, Env, Resolver, Value, table_owner
 
@@ -85,13 +85,13 @@ def scan(folder: Path, packages: Sequence[str], calls: Sequence[str] = (), exclu
         exclude: patterns of files and folders to leave out, relative to `folder`.
 
     Raises:
-        MatrixError: `folder` isn't a folder, or has no Python file.
+        AtlasError: `folder` isn't a folder, or has no Python file.
     """
     if not folder.is_dir():
-        raise MatrixError(f"{folder} is no folder")
+        raise AtlasError(f"{folder} is no folder")
     files = {file.relative_to(folder).as_posix(): file for file in _files(folder, exclude)}
     if not files:
-        raise MatrixError(f"{folder} has no Python file")
+        raise AtlasError(f"{folder} has no Python file")
     resolver = Resolver(packages)
     parsed: dict[str, tuple[str, Scope]] = {}
     unread: dict[str, str] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import hashlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from pypi_simple import (
 from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
-from ..errors import MatrixError
+from .errors import AtlasError
 
 #: The number of files that are read at a time.
 THREADS = 16
@@ -88,6 +89,7 @@ class Index:
         self.session = requests.Session()
         self.session.verify = os.environ.get("SSL_CERT_FILE") or _pip("cert") or True
         retry = Retry(3, connect=1, backoff_factor=0.3, status_forcelist=(429, 502, 503, 504), raise_on_status=False)
+        logging.getLogger("urllib3").setLevel(logging.ERROR)  # it logs a warning at each retry
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, HTTPAdapter(pool_maxsize=THREADS, max_retries=retry))
 
@@ -95,7 +97,7 @@ class Index:
         """The files of each release, oldest first.
 
         Raises:
-            MatrixError: no index has it, or an index can't be reached.
+            AtlasError: no index has it, or an index can't be reached.
         """
         there = [file for url in self._urls for file in self._page(url, distribution)]
         there += [file for folder in self._folders for file in _in_folder(folder)]
@@ -104,7 +106,7 @@ class Index:
             if file.identity is not None and file.identity[0] == distribution:
                 found.setdefault(file.identity[1], []).append(file)
         if not found:
-            raise MatrixError(f"no release of {distribution} in {', '.join(map(shown, [*self._urls, *self._folders]))}")
+            raise AtlasError(f"no release of {distribution} in {', '.join(map(shown, [*self._urls, *self._folders]))}")
         return dict(sorted(found.items()))
 
     def fetchable(self, file: File) -> str:
@@ -123,7 +125,7 @@ class Index:
             started: called with its size in words before it is fetched.
 
         Raises:
-            MatrixError: it can't be fetched, or has another hash than `file`.
+            AtlasError: it can't be fetched, or has another hash than `file`.
         """
         digest = hashlib.sha256()
         try:
@@ -131,9 +133,9 @@ class Index:
                 digest.update(chunk)
                 output.write(chunk)
         except requests.RequestException as error:
-            raise MatrixError(f"{file.filename} can't be fetched: {reason(error)}") from error
+            raise AtlasError(f"{file.filename} can't be fetched: {reason(error)}") from error
         if file.sha256 not in (None, digest.hexdigest()):
-            raise MatrixError(
+            raise AtlasError(
                 f"{file.filename} is not the file of its index: it has another sha256, {digest.hexdigest()}"
             )
 
@@ -160,9 +162,9 @@ class Index:
             return []
         except (UnsupportedContentTypeError, UnsupportedRepoVersionError, ValueError) as error:
             what = type(error).__name__
-            raise MatrixError(f"{shown(index)} has no readable page of {distribution} ({what})") from error
+            raise AtlasError(f"{shown(index)} has no readable page of {distribution} ({what})") from error
         except OSError as error:
-            raise MatrixError(f"{shown(index)} can't be queried for {distribution}: {reason(error)}") from error
+            raise AtlasError(f"{shown(index)} can't be queried for {distribution}: {reason(error)}") from error
         return [
             File(
                 package.filename,
@@ -214,7 +216,7 @@ def _index_url(text: str) -> str:
             return url
     except ValueError:
         pass
-    raise MatrixError("the configured address of a package index is invalid")
+    raise AtlasError("the configured address of a package index is invalid")
 
 
 def _listed(*variables: str, pip: str) -> list[str]:
@@ -236,7 +238,7 @@ def _pip(option: str) -> str:
     try:
         parser.read([] if given == os.devnull else paths, encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError) as error:
-        raise MatrixError(f"a configuration file of pip can't be read: {error}") from error
+        raise AtlasError(f"a configuration file of pip can't be read: {error}") from error
     # Of an option that has underscores, too, the last one counts.
     sections = [parser[section] for section in ("global", "install") if parser.has_section(section)]
     found = [value for section in sections for key, value in section.items() if key.replace("_", "-") == option]

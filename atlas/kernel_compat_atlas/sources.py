@@ -13,7 +13,6 @@ from importlib.util import decode_source
 from pathlib import Path
 from typing import Literal
 
-from ..errors import MatrixError
 from . import scopes
 from .published import Published
 from .scopes import Binding, Element, Scope, decorators, last_name, parse, signature_of
@@ -94,7 +93,7 @@ class Sources:
         Of ``package.module.attribute``, without a colon, the longest part that is a module is the module, as for an import.
 
         Raises:
-            MatrixError: the file can't be fetched, or is damaged.
+            AtlasError: the file can't be fetched, or is damaged.
         """
         module, colon, attribute = target.partition(":")
         if not colon:
@@ -110,8 +109,6 @@ class Sources:
             return Found("missing", text=f"no module {module}")
         try:
             found = list(dict.fromkeys(self._look(module, tuple(attribute.split(".")))))
-        except MatrixError:  # the file can't be fetched
-            raise
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return Found("unknown", text=f"Python {'.'.join(map(str, sys.version_info[:2]))} can't parse it: {error}")
         if not found:

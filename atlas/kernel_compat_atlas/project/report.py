@@ -1,4 +1,4 @@
-"""What `atlas --project` prints: text, JSON or SARIF 2.1.0, which code review reads."""
+"""What `--project` prints: text, JSON or SARIF 2.1.0, which code review reads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.text import Text
 
-from ... import __version__
-from ...words import plural
+from .. import __version__
 from ..releases import Release
 from ..scan import heading, history_table
 from ..upstream import PACKAGES
+from ..words import plural
 from .names import Name
 from .uses import Scan, Use
 
@@ -28,6 +28,8 @@ _RULES = {
     "changed-signature": "A function that is patched has other parameters in some releases.",
     "unnecessary-patch": "kernel-compat makes a patch unnecessary.",
 }
+#: Code review tells a new result from a known one by this name, which it had first.
+_TOOL = "kernel-compat-matrix"
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
 
@@ -130,7 +132,7 @@ def _as_sarif(found: Scan, names: Sequence[Name]) -> dict[str, Any]:
         for path, why in found.unread.items()
     ]
     run = {
-        "tool": {"driver": {"name": "kernel-compat-matrix", "version": __version__, "rules": rules}},
+        "tool": {"driver": {"name": _TOOL, "version": __version__, "rules": rules}},
         "columnKind": "unicodeCodePoints",
         "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": unread}],
         "results": [result for name in names for use in name.uses for result in _results(name, use)],

@@ -10,12 +10,14 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 import tarfile
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,17 +27,17 @@ import pytest
 from packaging.version import Version
 from wheels import publish
 
-from compat_matrix.atlas import command
-from compat_matrix.atlas.index import File, Index
-from compat_matrix.atlas.published import Cache, Published
-from compat_matrix.atlas.releases import Release, covered, select
-from compat_matrix.atlas.scan import Disagreement, check, history, read
-from compat_matrix.atlas.sources import Sources
-from compat_matrix.cli import main
-from compat_matrix.errors import MatrixError
 from kernel_compat.errors import SeamError
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim
+from kernel_compat_atlas import cli, seams
+from kernel_compat_atlas.cli import main
+from kernel_compat_atlas.errors import AtlasError
+from kernel_compat_atlas.index import File, Index
+from kernel_compat_atlas.published import Cache, Published
+from kernel_compat_atlas.releases import Release, covered, select
+from kernel_compat_atlas.scan import Disagreement, check, history, read
+from kernel_compat_atlas.sources import Sources
 
 UTILS = "transformers.modeling_flash_attention_utils"
 
@@ -154,8 +156,8 @@ def atlas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., A
 
     def run(*arguments: str) -> dict[str, Any]:
         parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        code = command.run(parser.parse_args([*arguments, "--json", "--cache", str(tmp_path / "cache")]))
+        cli.add_arguments(parser)
+        code = cli.run(parser.parse_args([*arguments, "--json", "--cache", str(tmp_path / "cache")]))
         out, err = capsys.readouterr()
         return {**json.loads(out), "code": code, "stderr": err}
 
@@ -175,7 +177,7 @@ def lines(answer: dict[str, Any], target: str) -> list[str]:
 def read_one(folder: Path, target: str, tmp_path: Path, name: str = "demo-1.0-py3-none-any.whl") -> Any:
     cache = Cache(tmp_path / "cache", print)
     file = File(name, (folder / name).as_uri())
-    with Published(file, Index(), cache, print) as published:
+    with Published(file, Index(), cache) as published:
         return Sources(published).find(target)
 
 
@@ -406,7 +408,7 @@ def checked(folder: Path, seam: Seam, tmp_path: Path) -> list[Disagreement]:
     cache = Cache(tmp_path / "cache", print)
     name = "demo-1.0-py3-none-any.whl"
     release = Release("demo", Version("1.0"), File(name, (folder / name).as_uri()))
-    findings = read({release: [seam.target]}, Index(), cache, print)
+    findings = read({"demo": [release]}, {"demo": [seam.target]}, Index(), cache)
     return check([shim("demo_shim", ">=1", seam)], findings)
 
 
@@ -452,10 +454,10 @@ def test_the_tables_say_the_same(
     transformers(index.folder, "5.3.0", "")
     monkeypatch.setenv("COLUMNS", "120")
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    cli.add_arguments(parser)
     arguments = ["--cache", str(tmp_path / "cache"), "--transformers", "5.1-5.3"]
 
-    assert command.run(parser.parse_args(arguments)) == 0
+    assert cli.run(parser.parse_args(arguments)) == 0
     out = "\n".join(map(str.rstrip, capsys.readouterr().out.splitlines()))
     assert "transformers: 3 releases, 5.1.0 to 5.3.0" in out
     assert re.search(r":_lazy_imports  .*\n +since 5.1.0 or before +\(impl\)\n", out)
@@ -463,7 +465,7 @@ def test_the_tables_say_the_same(
     assert "gone from 5.3.0" in out
     assert re.search(r"ALL_MASK_ATTENTION_FUNCTIONS *\n +nowhere", out)
 
-    assert command.run(parser.parse_args([*arguments, "--check"])) == 1
+    assert cli.run(parser.parse_args([*arguments, "--check"])) == 1
     out = capsys.readouterr().out
     assert f"tf5_fa4_lengths: {UTILS}:_lazy_imports in transformers 5.2.0" not in out  # the claim begins with 5.4
     assert f"tf5_flash_forward: {UTILS}:_flash_attention_forward in transformers 5.2.0: expected (query_states, " in out
@@ -476,7 +478,7 @@ def test_each_claim_is_checked_in_its_releases(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache", print)
     files = [File(p.name, p.as_uri()) for p in sorted(tmp_path.glob("*.whl"))]
     releases = [Release("demo", Version(file.filename.split("-")[1]), file) for file in files]
-    findings = read({one: ["demo:f"] for one in releases}, Index(), cache, print)
+    findings = read({"demo": releases}, {"demo": ["demo:f"]}, Index(), cache)
 
     assert [event.what for event in history({one: findings[one]["demo:f"] for one in releases})] == [
         "appeared",
@@ -533,12 +535,12 @@ def test_releases_are_selected(text: str, expected: str) -> None:
     ],
 )
 def test_releases_that_are_none_are_refused(text: str, problem: str) -> None:
-    with pytest.raises(MatrixError, match=re.escape(problem)):
+    with pytest.raises(AtlasError, match=re.escape(problem)):
         select("demo", text, available())
 
 
 def test_the_latest_of_pre_releases_alone_must_be_named() -> None:
-    with pytest.raises(MatrixError, match="only pre-releases: name one exactly, such as the newest, 4.0.0b2"):
+    with pytest.raises(AtlasError, match="only pre-releases: name one exactly, such as the newest, 4.0.0b2"):
         select("flash-attn-4", "latest", available("4.0.0b1", "4.0.0b2"))
 
 
@@ -574,7 +576,7 @@ def test_the_same_file_of_a_release_is_read_everywhere() -> None:
 )
 def test_a_seam_that_is_none_is_refused(index: Server, atlas: Callable[..., Any], seam: str, problem: str) -> None:
     transformers(index.folder, "5.0.0", "")
-    with pytest.raises(MatrixError, match=problem):
+    with pytest.raises(AtlasError, match=problem):
         atlas("--transformers", "5.0.0", "--seam", seam)
 
 
@@ -606,8 +608,46 @@ def test_threads_that_interrupt_each_other_within_a_parse_read_the_same(
 
 def test_bad_input_ends_the_command_with_2(index: Server, capsys: pytest.CaptureFixture[str]) -> None:
     transformers(index.folder, "5.0.0", "")
-    assert main(["atlas", "--transformers", "5.0.0-"]) == 2
-    assert capsys.readouterr().err == "kernel-compat-matrix: transformers: '' isn't a version\n"
+    assert main(["--transformers", "5.0.0-"]) == 2
+    assert capsys.readouterr().err == "kernel-compat-atlas: transformers: '' isn't a version\n"
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_shims_that_can_not_be_loaded_are_noted_and_can_not_be_checked(
+    index: Server, atlas: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    transformers(index.folder, "5.0.0", "")
+    monkeypatch.setattr(seams, "discover", lambda: ([], {"mine": "no module"} if broken else {}))
+    text = "the shims of the entry point mine can't be loaded: no module"
+    assert atlas("--transformers", "5.0.0")["notes"] == ([text] if broken else [])
+    with pytest.raises(AtlasError, match=text) if broken else nullcontext():
+        atlas("--transformers", "5.0.0", "--check")
+
+
+@pytest.mark.parametrize("one", [shim("mine", "5.x"), shim("mine", ">=5", Seam("demo:f", (), versions="5.x"))])
+def test_a_shim_whose_versions_are_none_is_named(monkeypatch: pytest.MonkeyPatch, one: Shim) -> None:
+    monkeypatch.setattr(seams, "discover", lambda: ([one], {}))
+    with pytest.raises(AtlasError, match="the shim mine: Invalid specifier: '5.x'"):
+        seams.installed_shims()
+
+
+def test_an_interrupted_command_ends_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(arguments: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", interrupted)
+    assert main([]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_reader_that_goes_away_is_no_error(index: Server, tmp_path: Path) -> None:
+    transformers(index.folder, "5.0.0", "")
+    options = f"--transformers 5.0.0 --json --cache {tmp_path / 'cache'}"
+    command = f"{sys.executable} -m kernel_compat_atlas {options} | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 # Downloads, the cache and offline use ------------------------------------------------------------------------------
@@ -654,7 +694,7 @@ def test_a_warm_run_only_requests_the_releases(index: Server, atlas: Callable[..
     assert index.requested == ["/simple/transformers/"]
     assert cold["seams"] == warm["seams"]
     index.stop()
-    with pytest.raises(MatrixError, match="can't be queried for transformers: no connection"):
+    with pytest.raises(AtlasError, match="can't be queried for transformers: no connection"):
         atlas("--transformers", "5.1.0")
 
 
@@ -721,7 +761,7 @@ def test_a_damaged_wheel_is_named(
     index.ranges = ranges
     path = transformers(index.folder, "5.0.0", LOADER)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(MatrixError, match="transformers-5.0.0-py3-none-any.whl is damaged"):
+    with pytest.raises(AtlasError, match="transformers-5.0.0-py3-none-any.whl is damaged"):
         atlas("--transformers", "5.0.0")
 
 
@@ -735,7 +775,7 @@ def test_a_module_that_unpacks_to_a_large_one_is_not_read(index: Server, atlas: 
             entry = tarfile.TarInfo("transformers-5.0.0/transformers/modeling_flash_attention_utils.py")
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
-    with pytest.raises(MatrixError, match="is damaged: transformers/.* has more than 67108864 bytes"):
+    with pytest.raises(AtlasError, match="is damaged: transformers/.* has more than 67108864 bytes"):
         atlas("--transformers", "5.0.0", "--seam", "transformers.modeling_flash_attention_utils:f")
 
 
@@ -743,7 +783,7 @@ def test_a_whole_file_must_be_that_of_the_index(index: Server, atlas: Callable[.
     index.ranges = False
     path = transformers(index.folder, "5.0.0", LOADER)
     index.sha256[path.name] = "0" * 64
-    with pytest.raises(MatrixError, match=f"{path.name} is not the file of its index: it has another sha256"):
+    with pytest.raises(AtlasError, match=f"{path.name} is not the file of its index: it has another sha256"):
         atlas("--transformers", "5.0.0")
 
 
@@ -778,7 +818,7 @@ def test_without_a_cache_that_can_be_written_it_goes_on(
 def test_a_wheel_that_is_gone_from_its_index(index: Server, atlas: Callable[..., Any]) -> None:
     index.sha256["transformers-5.0.0-py3-none-any.whl"] = "0" * 64
     transformers(index.folder, "5.1.0", LOADER)
-    with pytest.raises(MatrixError, match="transformers-5.0.0-py3-none-any.whl can't be fetched: it responds with 404"):
+    with pytest.raises(AtlasError, match="transformers-5.0.0-py3-none-any.whl can't be fetched: it responds with 404"):
         atlas("--transformers", "5.0.0")
 
 
@@ -835,10 +875,10 @@ def test_credentials_go_with_the_files_and_into_no_message(
     with_password = server.url.replace("//", "//me:s3cret@")
     index_settings.setenv("UV_DEFAULT_INDEX", with_password)
     assert atlas("--transformers", "5.0.0")["code"] == 0
-    with pytest.raises(MatrixError, match=r"no release of torch in http://127.0.0.1:\d+/simple$"):
+    with pytest.raises(AtlasError, match=r"no release of torch in http://127.0.0.1:\d+/simple$"):
         atlas("--torch", "2.11")
     index_settings.setenv("UV_DEFAULT_INDEX", with_password.replace("s3cret", "wr0ng"))
-    with pytest.raises(MatrixError, match="can't be queried for transformers: it responds with 401") as caught:
+    with pytest.raises(AtlasError, match="can't be queried for transformers: it responds with 401") as caught:
         atlas("--transformers", "5.0.0")
     assert "wr0ng" not in str(caught.value)
     kept = b"".join(file.read_bytes() for file in (tmp_path / "cache").rglob("*.json"))
@@ -849,7 +889,7 @@ def test_credentials_go_with_the_files_and_into_no_message(
 @pytest.mark.parametrize("url", ["ftp://example.invalid/simple", "http://[simple"])
 def test_an_index_that_is_none(index_settings: pytest.MonkeyPatch, atlas: Callable[..., Any], url: str) -> None:
     index_settings.setenv("UV_DEFAULT_INDEX", url)
-    with pytest.raises(MatrixError, match="the configured address of a package index is invalid"):
+    with pytest.raises(AtlasError, match="the configured address of a package index is invalid"):
         atlas("--transformers", "5.0.0")
 
 
@@ -865,13 +905,13 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[st
     cache = tmp_path_factory.mktemp("atlas")
     try:
         Index().files("transformers")
-    except MatrixError as error:
+    except AtlasError as error:
         pytest.skip(f"the package index can't be reached: {error}")
 
     def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
         parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        code = command.run(parser.parse_args([*arguments, "--json", "--cache", str(cache)]))
+        cli.add_arguments(parser)
+        code = cli.run(parser.parse_args([*arguments, "--json", "--cache", str(cache)]))
         return {**json.loads(capsys.readouterr().out), "code": code}
 
     return run
@@ -908,7 +948,7 @@ def test_dispatch_asks_for_the_legacy_flag_up_to_5_3(published: Callable[..., di
     index = Index()
     reading = []
     for release in select("transformers", "5.3-5.4", index.files("transformers")):
-        with Published(release.file, index, cache, print) as wheel:
+        with Published(release.file, index, cache) as wheel:
             module = ast.parse(wheel.read("transformers/modeling_utils.py"))
         (dispatch,) = [
             ast.unparse(node)
