@@ -16,7 +16,7 @@ from packaging.version import Version
 from .cells import Cell, one_and_more
 from .errors import MatrixError
 from .expressions import release
-from .pins import Part, Parts
+from .pins import Part
 
 _ASK = """
 import json, sys
@@ -72,13 +72,12 @@ class BasePython:
                 f'select cells with --only "python=={self.python} and torch=={torch.major}.{torch.minor}"'
             )
 
-    def without_installed(self, parts: Parts, needless: Mapping[str, frozenset[str]]) -> dict[str, Part]:
+    def without_installed(self, parts: Mapping[str, Part], needless: Mapping[str, frozenset[str]]) -> dict[str, Part]:
         """The bases without the pins that this Python provides: those only torch needs (`needless`), and those it has as pinned."""
         there = {(name, version.public) for name, version in self.there.items()}
         found = {}
         for name, alone in needless.items():
-            part = parts.get(name)
-            if alone and isinstance(part, Part):
+            if alone and (part := parts.get(name)) is not None:
                 same = {pin.name for pin in part.pins if (pin.name, Version(pin.version).public) in there}
                 found[name] = part.without(alone | same)
         return found

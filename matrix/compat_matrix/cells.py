@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from .errors import MatrixError
@@ -53,28 +54,27 @@ class Cell:
     @classmethod
     def of(cls, axes: Mapping[str, str]) -> Cell:
         """The cell with these values; names that aren't in `AXES` are the project's own axes."""
-        python, transformers, torch, flash_attention, device = (axes[axis] for axis in AXES)
         extra = tuple(sorted((axis, value) for axis, value in axes.items() if axis not in AXES))
-        return cls(python, transformers, torch, flash_attention, device, extra)
+        return cls(**{axis: axes[axis] for axis in AXES}, extra=extra)
 
-    @property
-    def axes(self) -> dict[str, str]:
+    @cached_property
+    def axes(self) -> Mapping[str, str]:
         """The values of the axes that the cell has, by axis."""
         return {axis: value for axis in AXES if (value := getattr(self, axis))} | dict(self.extra)
 
-    @property
+    @cached_property
     def base(self) -> str:
         """The name of the base: the environment without transformers and the packages installed with it."""
         python, _, torch, kernel, *_ = self._parts
         return _joined(python, torch or "base", kernel.removesuffix("fatorch"))
 
-    @property
+    @cached_property
     def layer(self) -> str:
         """The name of the layer on top of the base: transformers, the own axes, and the packages installed with them."""
         python, transformers, *_, own = self._parts
         return _joined(python, _joined(transformers, own) or "layer")
 
-    @property
+    @cached_property
     def name(self) -> str:
         """``py311-tf5.23-torch2.15-fa4-cuda-peft=0.18``; without FlashAttention and on a CPU ``py311-tf5.23-torch2.15``."""
         return _joined(*self._parts)

@@ -48,7 +48,7 @@ class Job:
     """A cell to run.
 
     Attributes:
-        parts: its base and its layer, or the reason why it can't be resolved.
+        parts: its base and its layer.
         attempt: the number of the attempt in its run, from 1.
         arguments: further arguments for pytest.
         known: the failures that are tied to an issue in this cell.
@@ -57,7 +57,7 @@ class Job:
     """
 
     cell: Cell
-    parts: tuple[Part, Part] | str
+    parts: tuple[Part, Part]
     tests: Tests
     environments: Environments
     attempt: int = 1
@@ -73,8 +73,8 @@ class Job:
 
     @property
     def pins(self) -> str:
-        """The text of its requirement files; empty if there are none."""
-        return "" if isinstance(self.parts, str) else "".join(part.text for part in self.parts)
+        """The text of its requirement files."""
+        return "".join(part.text for part in self.parts)
 
     @property
     def gpus(self) -> int:
@@ -118,8 +118,8 @@ def run(
 
 def _run(job: Job, leased: Sequence[str], cancelled: threading.Event, hosts: Hosts, today: date) -> CellResult:
     try:
-        if isinstance(job.parts, str):
-            raise UvError(job.parts)
+        if problem := next((part.problem for part in job.parts if part.problem), None):
+            raise UvError(problem)
         python = job.environments.base(job.parts[0])
         layer = job.environments.layer(job.parts[1], python)
     except UvError as error:
@@ -188,7 +188,7 @@ def _start(
         arguments += ["-n", str(len(leased))]
     arguments += [*rest, *(["--last-failed"] if again else [])]
     # A fork has imported the base's release of what the layer may have too.
-    shadowed = not isinstance(job.parts, str) and any(name in PRELOADED for name in job.parts[1].versions)
+    shadowed = any(name in PRELOADED for name in job.parts[1].versions)
     if job.fork and not leased and not shadowed:
         with suppress(OSError):  # torch can't be imported: the cell's own log shows why
             return hosts.start(python, arguments, *place)
