@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,15 @@ from .processes import INSIDE, Hosts, Process
 from .results import CellResult, Kind, Verdict
 from .words import plural
 
-#: Environment variables that cells don't inherit. Without bytecode caches a cell would compile torch and transformers for 10 s;
-#: and cells must not know where the runner may write.
-_NOT_INHERITED = {
-    *("VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"),
-    *("KERNEL_COMPAT_MATRIX_STORE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
-}
+#: The beginnings of environment variables that cells don't inherit: those of a pytest and a virtual environment that run the runner,
+#: and the places where the runner may write. Without bytecode caches a cell would compile torch and transformers for 10 s.
+_NOT_INHERITED = (
+    *("PYTEST_XDIST_", "VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"),
+    *("KERNEL_COMPAT_MATRIX_STORE", "RAY_AUTH_TOKEN"),
+)
 
 #: Seconds for a process to end by itself.
 _GRACE = 5.0
-
-#: The files of a cell's process in its temporary folder.
-_REPORT, _RETRY_REPORT, _CACHE = "report.jsonl", "retry.jsonl", "cache"
-#: In pytest's cache, the tests that failed.
-_LAST_FAILED = f"{_CACHE}/v/cache/lastfailed"
 
 
 @dataclass(frozen=True)
@@ -125,48 +121,42 @@ def _run(job: Job, leased: Sequence[str], cancelled: threading.Event, hosts: Hos
     except UvError as error:
         return job.result("failed", "installation", " ".join(str(error).split())[:600], log=str(error))
     except OSError as error:  # an error of the machine, which every cell would have
-        raise MatrixError(
-            f"environments can't be kept in {job.environments.root}: {error.strerror or error}"
-        ) from error
+        root = job.environments.root
+        raise MatrixError(f"environments can't be kept in {root}: {error.strerror or error}") from error
     with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as scratch:
         folder = Path(scratch)
-        log, environment = folder / "log", folder / "environment.json"
-        log.touch()
+        (folder / "log").touch()
+        start = partial(_start, job, python, layer, folder, leased, hosts)
         deadline = time.monotonic() + job.tests.minutes * 60
         try:
-            process = _start(job, python, layer, folder, leased, hosts)
+            process = start("report.jsonl")
         except OSError as error:
             reason = f"{job.tests.command[0]} can't be started: {error.strerror}"
             return job.result("failed", "installation", reason)
         returncode = _supervise(process, deadline, cancelled)
-        tests, uncollected = read_report_log(folder / _REPORT)
-        tests, stale = tied(tests, job.known, today)
-        if job.retry and returncode == 1 and (folder / _LAST_FAILED).exists() and any(test.bad for test in tests):
-            process = _start(job, python, layer, folder, leased, hosts, again=True)
-            _supervise(process, deadline, cancelled)
-            tests = retried(tests, read_report_log(folder / _RETRY_REPORT)[0])
-        text = log.read_text(encoding="utf-8", errors="replace")
+        tests, uncollected = read_report_log(folder / "report.jsonl")
         try:
-            found = dict(json.loads(environment.read_bytes()))
+            found = dict(json.loads((folder / "environment.json").read_bytes()))
         except (OSError, ValueError):  # the cell ended early, or its own code wrote the file
             found = {}
+        tests, stale = tied(tests, job.known, today)
+        last_failed = (folder / "cache/v/cache/lastfailed").exists()
+        if job.retry and returncode == 1 and last_failed and any(test.bad for test in tests):
+            _supervise(start("retry.jsonl", "--last-failed"), deadline, cancelled)
+            tests = retried(tests, read_report_log(folder / "retry.jsonl")[0])
+        log = (folder / "log").read_text(encoding="utf-8", errors="replace")
     tests = distinct(tests)
-    verdict, kind, reason = judge(tests, uncollected, found, text, returncode, job.tests.minutes, stale)
-    return job.result(verdict, kind, reason, tests=tuple(tests), environment=found, command=job.command, log=text)
+    verdict, kind, reason = judge(tests, uncollected, found, log, returncode, job.tests.minutes, stale)
+    return job.result(verdict, kind, reason, tests=tuple(tests), environment=found, command=job.command, log=log)
 
 
 def _start(
-    job: Job, python: Path, layer: Path, folder: Path, leased: Sequence[str], hosts: Hosts, *, again: bool = False
+    job: Job, python: Path, layer: Path, folder: Path, leased: Sequence[str], hosts: Hosts, report: str, *more: str
 ) -> Process:
-    """Start the command of a job; `again`: pytest, with the tests that failed, which leaves the cell's report as it is."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _NOT_INHERITED and not name.startswith("PYTEST_XDIST_")  # from a pytest that runs the runner
-    }
+    """Start the command of a job, pytest with a report log and with further arguments."""
     environment = {
         "OMP_NUM_THREADS": "1",
-        **inherited,
+        **{name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)},
         **job.tests.environment,
         # A cell sees the leased devices only, also on a machine that has more.
         "CUDA_VISIBLE_DEVICES": ",".join(leased),
@@ -176,17 +166,14 @@ def _start(
         "PYTHONPATH": os.pathsep.join([str(layer), str(INSIDE)]),
         "TMPDIR": str(folder),
     }
-    if again:
-        del environment["COMPAT_MATRIX_ENVIRONMENT"]
     place = (environment, job.environments.project, folder / "log")
     first, *rest = job.command
     if first != "pytest":
         return hosts.start(None, [str(python) if part == "python" else part for part in job.command], *place)
-    arguments = ["pytest", "-p", "kernel_compat_cell", f"--report-log={folder / (_RETRY_REPORT if again else _REPORT)}"]
-    arguments += ["-o", f"cache_dir={folder / _CACHE}"] if job.retry else ["-p", "no:cacheprovider"]
-    if len(leased) > 1:
-        arguments += ["-n", str(len(leased))]
-    arguments += [*rest, *(["--last-failed"] if again else [])]
+    arguments = ["pytest", "-p", "kernel_compat_cell", f"--report-log={folder / report}"]
+    arguments += ["-o", f"cache_dir={folder / 'cache'}"] if job.retry else ["-p", "no:cacheprovider"]
+    arguments += ["-n", str(len(leased))] if len(leased) > 1 else []
+    arguments += [*rest, *more]
     # A fork has imported the base's release of what the layer may have too.
     shadowed = any(name in PRELOADED for name in job.parts[1].versions)
     if job.fork and not leased and not shadowed:
@@ -196,7 +183,7 @@ def _start(
 
 
 def _supervise(process: Process, deadline: float, cancelled: threading.Event) -> int | None:
-    """The return code of the process; None if it was ended at `deadline`, in seconds of the monotonic clock."""
+    """The return code of the process; None if it was ended at `deadline`, in seconds of `time.monotonic`."""
     try:
         while time.monotonic() <= deadline:
             with suppress(TimeoutError):
