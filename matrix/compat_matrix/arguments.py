@@ -12,36 +12,22 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-def _checked(convert: Callable[[str], T], right: Callable[[T], object], form: str) -> Callable[[str], T]:
-    """A conversion whose values must be right; else the error names the form."""
+def _of_form(pattern: str, convert: Callable[[str], T], form: str) -> Callable[[str], T]:
+    """A conversion of texts that match a pattern; for others the error names the form."""
 
-    def checked(text: str) -> T:
-        try:
-            if right(value := convert(text)):
-                return value
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"{form}, not {text!r}")
+    def converted(text: str) -> T:
+        if re.fullmatch(pattern, text) is None:
+            raise argparse.ArgumentTypeError(f"{form}, not {text!r}")
+        return convert(text)
 
-    return checked
+    return converted
 
 
-def _bytes(text: str) -> int:
-    from pydantic import ByteSize, TypeAdapter
-
-    return TypeAdapter(ByteSize).validate_python(text)
-
-
-def _days(text: str) -> int:
-    return int(text[:-1]) if text.endswith("d") else 0
-
-
-positive = _checked(int, lambda number: number > 0, "a number from 1 on")
-days = _checked(_days, lambda number: 1 <= number <= 100_000, "a number of days such as 90d")
+positive = _of_form("[1-9][0-9]{0,8}", int, "a number from 1 on")
+days = _of_form("[1-9][0-9]{0,4}d", lambda text: int(text[:-1]), "a number of days such as 90d")
 #: Smaller parts would be thousands.
-size = _checked(_bytes, lambda number: number >= 1 << 20, "a size such as 64MiB, from 1MiB on")
-words = _checked(shlex.split, lambda _: True, "arguments as in a shell")
-address = _checked(str, re.compile(r"https?://[^/:\s]").match, "an address such as https://example.org/hook")
+mebibytes = _of_form("[1-9][0-9]{0,8}MiB", lambda text: int(text[:-3]), "a size such as 64MiB, from 1MiB on")
+address = _of_form(r"https?://[^/:\s].*", str, "an address such as https://example.org/hook")
 
 
 def option(text: str, metavar: str | None = None, **more: Any) -> dict[str, Any]:
@@ -75,10 +61,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--cache": option("the folder of the environments", "DIR", type=Path),
     "--without-torch": flag("leave out torch, for machines that have their own: `run --base-python`"),
     "--with-runner": flag("include this command itself"),
-    "--parts": option("write it also in files of at most this size, into DIR.parts", "SIZE", type=size),
+    "--parts": option("write it also as files of at most this size into DIR.parts", "SIZE", type=mebibytes),
     # How they run.
     "--suite": option("the suite to run (default: default)", default="default"),
-    "--pytest": option("further arguments for pytest, as one string", "ARGUMENTS", type=words, default=""),
+    "--pytest": option("further arguments for pytest, as one string", "ARGUMENTS", type=shlex.split, default=""),
     "-j/--jobs": option("cells to run at a time (default: the number of cores)", type=positive),
     "--no-fork": flag("start a new process for every cell, which imports torch itself"),
     "--executor": option("ray: on the Ray cluster at $RAY_ADDRESS", choices=["local", "ray"], default="local"),
@@ -137,12 +123,10 @@ WATCH = f"--axes --only --pairwise --store --webhook -j/--jobs {ENVIRONMENTS}"
 
 
 class Command(NamedTuple):
-    """A command.
+    """A command: the function that runs it as ``module:name``, its help, and its arguments as words of `ARGUMENTS`.
 
-    Attributes:
-        function: ``module:name`` of the function that runs it: it takes the values of the arguments, and returns the exit code.
-        text: the help.
-        arguments: words of `ARGUMENTS`; None if the function `add_arguments` of the module adds them to a parser.
+    The function takes the values of the arguments and returns the exit code. `arguments` is None if the function `add_arguments` of
+    the module adds them to a parser.
     """
 
     function: str

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +28,7 @@ from .cells import Cell
 from .errors import MatrixError
 
 #: A day in the far future, before which every release exists.
-ANY_DAY = "9999-01-01"
+ANY_DAY = date.max
 
 Kind = Literal["base", "layer"]
 
@@ -52,7 +53,7 @@ def lock(
     python: str,
     folder: Path,
     *options: str,
-    before: str | None = None,
+    before: date | None = None,
     constraints: Iterable[str] = (),
     without: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
@@ -61,7 +62,7 @@ def lock(
     Args:
         folder: the folder whose uv settings apply.
         options: further options for ``uv pip compile``.
-        before: a day; later releases are ignored. None leaves it to the settings.
+        before: releases from this day on are ignored. None leaves it to the settings.
         without: distributions to leave out, with what only they need.
 
     Raises:

@@ -45,7 +45,7 @@ def fetch(options: argparse.Namespace) -> int:
     print(f"{options.folder}: {counts}, {size:.1f} MB")
     if options.parts is not None:
         try:
-            folder, count = split(options.folder, options.parts)
+            folder, count = split(options.folder, options.parts << 20)
         except (ValueError, OSError) as error:
             raise MatrixError(str(error)) from error
         print(f"{folder}: {plural(count, 'part')}")
