@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -119,13 +119,10 @@ def parse_own(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(dict(_OWN.findall(text)).items()))
 
 
-def values_of(cells: Iterable[Cell]) -> dict[str, list[str]]:
+def values_of(cells: Collection[Cell]) -> dict[str, list[str]]:
     """The axes of cells, each with the values that occur."""
-    found: dict[str, dict[str, None]] = {axis: {} for axis in AXES}
-    for cell in cells:
-        for axis, value in cell.axes.items():
-            found.setdefault(axis, {})[value] = None
-    return {axis: [*values] for axis, values in found.items()}
+    axes = dict.fromkeys([*AXES, *(axis for cell in cells for axis in cell.axes)])
+    return {axis: [*dict.fromkeys(cell.axes[axis] for cell in cells if axis in cell.axes)] for axis in axes}
 
 
 def one_and_more(names: Sequence[str]) -> str:

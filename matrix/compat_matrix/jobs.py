@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from . import gpus, pins, runner
+from . import pins, runner
 from .axes import Axes
 from .base_python import BasePython
 from .cells import Cell
-from .environments import Environments, default_root
+from .environments import Environments
 from .errors import MatrixError
 from .progress import Progress
 from .store import Store
@@ -38,8 +38,8 @@ def executor_of(options: argparse.Namespace, ray: bool) -> runner.Local | RayExe
     if ray:
         from .ray_executor import RayExecutor
 
-        return RayExecutor(options.jobs, options.cache)
-    return runner.Local(options.jobs or os.cpu_count() or 1, gpus.visible())
+        return RayExecutor(options.jobs)
+    return runner.Local(options.jobs or os.cpu_count() or 1)
 
 
 def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], attempts: Mapping[Cell, int]) -> list[Job]:
@@ -78,13 +78,12 @@ def _installation(
         parts |= below.without_installed(parts, needless)
     if wheelhouse is not None:
         parts |= wheelhouse.take(parts, cells)
-    # Absolute: cells run in the project's folder.
-    root = (options.cache or default_root()).absolute()
+    environments = Environments(options.cache and options.cache.absolute(), axes.folder, wheelhouse, below)
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        environments.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise MatrixError(f"environments can't be kept in {root}: {error.strerror}") from None
-    return Environments(root, axes.folder, wheelhouse, below), parts
+        raise MatrixError(f"environments can't be kept in {environments.root}: {error.strerror}") from None
+    return environments, parts
 
 
 def new_run(options: argparse.Namespace, store: Store, axes: Axes, cells: Sequence[Cell], /, **more: Any) -> str:

@@ -12,14 +12,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from . import gpus, work
+from . import work
 from .cells import Cell, parse
-from .environments import default_root
 from .errors import MatrixError
 from .fingerprint import fingerprint
 from .processes import Hosts
@@ -46,14 +43,12 @@ class RayExecutor:
 
     Args:
         jobs: the CPUs of a new cluster; not allowed with an existing one.
-        cache: the folder in which each node makes its environments; the node's default by default.
 
     Raises:
         MatrixError: the cluster doesn't exist or can't be joined, or anybody else on the network could join it.
     """
 
-    def __init__(self, jobs: int | None, cache: Path | None) -> None:
-        self._cache = cache and cache.absolute()
+    def __init__(self, jobs: int | None) -> None:
         self._refs: list[Any] = []
         self._fingerprint = functools.cache(fingerprint)
         address = os.environ.get("RAY_ADDRESS", "")
@@ -91,8 +86,7 @@ class RayExecutor:
             max_retries=RETRIES,
             retry_exceptions=False,
         )
-        expected = self._fingerprint(job.environments.project)
-        ref = task.remote(job, expected, self._cache, self._begun)
+        ref = task.remote(job, self._fingerprint(job.environments.project), self._begun)
         self._refs.append(ref)
         ref.future().add_done_callback(lambda done: _hand_over(done, future, job))
         return future
@@ -123,20 +117,17 @@ class RayExecutor:
 _hosts = Hosts()
 
 
-def _run(job: Job, expected: str, cache: Path | None, begun: Any) -> CellResult:
-    """Run a cell on a node, with GPUs that no other process on that machine has leased."""
+def _run(job: Job, expected: str, begun: Any) -> CellResult:
+    """Run a cell on a node, with GPUs among those that Ray assigned, which doesn't know about other runs on the machine."""
     here = job.environments.project
     if not here.is_dir():
         raise MatrixError(f"node {platform.node()} has no {here}: the project must be at the same path on every node")
     if fingerprint(here) != expected:
         other = f"{here} on node {platform.node()} differs from the project that the run was started with"
         raise MatrixError(f"{other}: update it")
-    job = replace(job, environments=replace(job.environments, root=cache or default_root()))
-    # Ray assigns GPUs by CUDA_VISIBLE_DEVICES, and doesn't know about other runs on the machine.
-    devices = gpus.visible() if job.gpus else ()
     # Not `begun.put_nowait`: Ray gives the CPU of a task that waits to another one.
     tell = begun.actor.put_nowait.remote
-    return work.run(job, devices, lambda cell: tell(cell.name), threading.Event(), _hosts)
+    return work.run(job, lambda cell: tell(cell.name), threading.Event(), _hosts)
 
 
 def check_private(address: str) -> tuple[str, int | None]:

@@ -121,7 +121,6 @@ def fetch(
     cells: Sequence[Cell],
     folder: Path,
     *,
-    pin_folder: Path,
     latest: bool = False,
     without_torch: bool = False,
     runner: bool = False,
@@ -137,7 +136,7 @@ def fetch(
             built, or the disk is full. Fetched files stay, for the next attempt. The manifest is written last.
     """
     parts: dict[str, Part] = {}
-    for name, found in of_cells(axes, cells, pin_folder, latest).items():
+    for name, found in of_cells(axes, cells, axes.pins, latest).items():
         if found.problem:
             raise MatrixError(f"{name} has no solution: {found.problem}")
         parts[name] = found

@@ -87,19 +87,17 @@ class Cancelled(Exception):
     """The cell was ended because its run was cancelled."""
 
 
-def run(
-    job: Job, devices: Sequence[str], started: Callable[[Cell], object], cancelled: threading.Event, hosts: Hosts
-) -> CellResult:
+def run(job: Job, started: Callable[[Cell], object], cancelled: threading.Event, hosts: Hosts) -> CellResult:
     """Run a cell to its end, with GPUs that no other process on this machine has; failures of any kind are in the result.
 
     Args:
-        devices: the GPUs that may be leased.
         started: called when the cell has its GPUs.
         cancelled: setting it ends the cell.
 
     Raises:
         Cancelled: `cancelled` was set.
     """
+    devices = gpus.visible() if job.gpus else []
     if job.gpus > len(devices):
         there = {0: "none is", 1: "one is"}.get(len(devices), f"{len(devices)} are")
         return job.result("not run", "hardware", f"it needs {plural(job.gpus, 'GPU')}, and {there} visible")

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from rich.console import Console
 
-from .. import gpus, runner
+from .. import runner
 from ..axes import load
 from ..cells import Cell, values_of
 from ..errors import MatrixError
@@ -21,7 +21,6 @@ from ..progress import Progress
 from ..results import CellResult
 from ..store import Store
 from ..words import plural
-from ..work import Job
 
 #: Run in a cell to get only the library's report on its shims.
 _REPORT = "import torch, transformers, kernel_compat_cell as cell; cell.pytest_sessionfinish()"
@@ -44,18 +43,18 @@ def run(options: argparse.Namespace) -> int:
     axes, axis, what = load(options.axes), options.axis, options.test or options.seam
     cells = line(axes.select(options.only, options.cells, options.pairwise, options.shard), axis)
 
-    def job_of(job: Job) -> Job:
-        command = ["pytest", options.test] if options.test else ["python", "-c", _REPORT]
+    command = ["pytest", options.test] if options.test else ["python", "-c", _REPORT]
+    jobs = {}
+    for value, job in zip(cells, jobs_of(options, axes, [*cells.values()], {}), strict=True):
         if options.test and job.tests.command[0] != "pytest":
             raise MatrixError(f"{job.cell} runs {job.tests.command[0]}, and --test needs pytest")
-        return replace(job, tests=job.tests.model_copy(update={"command": command}), known=())
+        jobs[value] = replace(job, tests=job.tests.model_copy(update={"command": command}), known=())
 
     with Store.open(options.store) as store:
-        jobs = dict(zip(cells, map(job_of, jobs_of(options, axes, [*cells.values()], {})), strict=True))
         run = new_run(options, store, axes, [], label=f"bisect {what}", partial=True)
 
         def ask(value: str) -> Answer:
-            executor = runner.Local(1, gpus.visible())
+            executor = runner.Local(1)
             with Progress(1, 1, Console(stderr=True)) as progress:
                 runner.execute(run, [jobs[value]], store, executor, progress)
             result = store.result(run, cells[value])

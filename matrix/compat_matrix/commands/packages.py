@@ -35,7 +35,6 @@ def fetch(options: argparse.Namespace) -> int:
         axes,
         cells,
         options.folder,
-        pin_folder=axes.pins,
         latest=options.latest,
         without_torch=options.without_torch,
         runner=options.with_runner,
