@@ -49,9 +49,10 @@ class Process:
 
 
 class Hosts:
-    """Pythons that fork processes, each started on first use. Thread-safe."""
+    """Pythons that fork processes, each started on first use. Thread-safe. Setting `cancelled` ends the cells that run."""
 
     def __init__(self) -> None:
+        self.cancelled = threading.Event()
         self._lock = threading.Lock()
         self._hosts: dict[Path | None, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
 

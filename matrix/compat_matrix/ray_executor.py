@@ -127,7 +127,7 @@ def _run(job: Job, expected: str, begun: Any) -> CellResult:
         raise MatrixError(f"{other}: update it")
     # Not `begun.put_nowait`: Ray gives the CPU of a task that waits to another one.
     tell = begun.actor.put_nowait.remote
-    return work.run(job, lambda cell: tell(cell.name), threading.Event(), _hosts)
+    return work.run(job, lambda cell: tell(cell.name), _hosts)
 
 
 def check_private(address: str) -> tuple[str, int | None]:

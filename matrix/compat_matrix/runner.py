@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,17 +28,16 @@ class Local:
 
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs
-        self._cancelled = threading.Event()
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="cell")
         self._hosts = Hosts()
 
     def submit(self, job: Job, started: Callable[[Cell], object]) -> Future[CellResult]:
         """Run a job; `started` is called when its cell starts."""
-        return self._pool.submit(work.run, job, started, self._cancelled, self._hosts)
+        return self._pool.submit(work.run, job, started, self._hosts)
 
     def cancel(self) -> None:
         """End running jobs; their futures raise `work.Cancelled`."""
-        self._cancelled.set()
+        self._hosts.cancelled.set()
         self.close()
 
     def close(self) -> None:

@@ -87,30 +87,28 @@ class Cancelled(Exception):
     """The cell was ended because its run was cancelled."""
 
 
-def run(job: Job, started: Callable[[Cell], object], cancelled: threading.Event, hosts: Hosts) -> CellResult:
+def run(job: Job, started: Callable[[Cell], object], hosts: Hosts) -> CellResult:
     """Run a cell to its end, with GPUs that no other process on this machine has; failures of any kind are in the result.
 
-    Args:
-        started: called when the cell has its GPUs.
-        cancelled: setting it ends the cell.
+    `started` is called when the cell has its GPUs.
 
     Raises:
-        Cancelled: `cancelled` was set.
+        Cancelled: `hosts.cancelled` was set.
     """
     devices = gpus.visible() if job.gpus else []
     if job.gpus > len(devices):
         there = {0: "none is", 1: "one is"}.get(len(devices), f"{len(devices)} are")
         return job.result("not run", "hardware", f"it needs {plural(job.gpus, 'GPU')}, and {there} visible")
-    with gpus.leased(job.gpus, devices, cancelled) as held:
-        if cancelled.is_set():
+    with gpus.leased(job.gpus, devices, hosts.cancelled) as held:
+        if hosts.cancelled.is_set():
             raise Cancelled
         started(job.cell)
         begun, clock = datetime.now(timezone.utc), time.monotonic()
-        result = _run(job, held, cancelled, hosts, begun.date())
+        result = _run(job, held, hosts, begun.date())
         return replace(result, started=begun, seconds=time.monotonic() - clock)
 
 
-def _run(job: Job, leased: Sequence[str], cancelled: threading.Event, hosts: Hosts, today: date) -> CellResult:
+def _run(job: Job, leased: Sequence[str], hosts: Hosts, today: date) -> CellResult:
     try:
         if problem := next((part.problem for part in job.parts if part.problem), None):
             raise UvError(problem)
@@ -131,7 +129,7 @@ def _run(job: Job, leased: Sequence[str], cancelled: threading.Event, hosts: Hos
         except OSError as error:
             reason = f"{job.tests.command[0]} can't be started: {error.strerror}"
             return job.result("failed", "installation", reason)
-        returncode = _supervise(process, deadline, cancelled)
+        returncode = _supervise(process, deadline, hosts.cancelled)
         tests, uncollected = read_report_log(folder / "report.jsonl")
         try:
             found = dict(json.loads((folder / "environment.json").read_bytes()))
@@ -140,7 +138,7 @@ def _run(job: Job, leased: Sequence[str], cancelled: threading.Event, hosts: Hos
         tests, stale = tied(tests, job.known, today)
         last_failed = (folder / "cache/v/cache/lastfailed").exists()
         if job.retry and returncode == 1 and last_failed and any(test.bad for test in tests):
-            _supervise(start("retry.jsonl", "--last-failed"), deadline, cancelled)
+            _supervise(start("retry.jsonl", "--last-failed"), deadline, hosts.cancelled)
             tests = retried(tests, read_report_log(folder / "retry.jsonl")[0])
         log = (folder / "log").read_text(encoding="utf-8", errors="replace")
     tests = distinct(tests)
@@ -158,7 +156,6 @@ def _start(
         **job.tests.environment,
         # A cell sees the leased devices only, also on a machine that has more.
         "CUDA_VISIBLE_DEVICES": ",".join(leased),
-        "COMPAT_MATRIX_GPUS": ",".join(leased),
         "KERNEL_COMPAT_MATRIX_AXES": json.dumps(job.cell.axes),
         "COMPAT_MATRIX_ENVIRONMENT": str(folder / "environment.json"),
         "PYTHONPATH": os.pathsep.join([str(layer), str(INSIDE)]),

@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 def pytest_configure() -> None:
     """Give this pytest worker one of the leased GPUs."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
-    leased = os.environ.get("COMPAT_MATRIX_GPUS")
+    leased = os.environ.get("CUDA_VISIBLE_DEVICES")
     if worker and leased:  # before anything uses a device
         gpus = leased.split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
