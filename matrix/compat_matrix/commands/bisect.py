@@ -42,14 +42,12 @@ def run(options: argparse.Namespace) -> int:
         raise MatrixError("either --test or --seam is needed")
     axes, axis, what = load(options.axes), options.axis, options.test or options.seam
     cells = line(axes.select(options.only, options.cells, options.pairwise, options.shard), axis)
-
     command = ["pytest", options.test] if options.test else ["python", "-c", _REPORT]
     jobs = {}
     for value, job in zip(cells, jobs_of(options, axes, [*cells.values()], {}), strict=True):
         if options.test and job.tests.command[0] != "pytest":
             raise MatrixError(f"{job.cell} runs {job.tests.command[0]}, and --test needs pytest")
         jobs[value] = replace(job, tests=job.tests.model_copy(update={"command": command}), known=())
-
     with Store.open(options.store) as store:
         run = new_run(options, store, axes, [], label=f"bisect {what}", partial=True)
 
