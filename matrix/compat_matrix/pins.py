@@ -28,7 +28,7 @@ from .cells import Cell
 from .errors import MatrixError
 
 #: A day in the far future, before which every release exists.
-ANY_DAY = date.max
+ANY_DAY = date(9999, 1, 1)
 
 Kind = Literal["base", "layer"]
 
