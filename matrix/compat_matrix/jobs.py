@@ -64,13 +64,14 @@ def _installation(
     options: argparse.Namespace, axes: Axes, cells: Sequence[Cell]
 ) -> tuple[Environments, dict[str, pins.Part]]:
     """The folder of the environments of cells, and the parts to install there, by name."""
-    wheelhouse = Wheelhouse.open(options.offline) if options.offline is not None else None
-    below = BasePython.inspect(options.base_python) if options.base_python is not None else None
-    if wheelhouse is not None:
+    wheelhouse = below = None
+    if options.offline is not None:
         if options.latest:
             raise MatrixError("--offline uses the pins that were fetched: --latest is an option of `fetch`")
+        wheelhouse = Wheelhouse.open(options.offline)
         wheelhouse.check(cells, axes.folder)
-    if below is not None:
+    if options.base_python is not None:
+        below = BasePython.inspect(options.base_python)
         below.check(cells)
     parts = pins.of_cells(axes, cells, wheelhouse.folder / "pins" if wheelhouse else axes.pins, options.latest)
     if below is not None:
