@@ -12,36 +12,22 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-def _checked(convert: Callable[[str], T], right: Callable[[T], object], form: str) -> Callable[[str], T]:
-    """A conversion whose values must be right; else the error names the form."""
+def _of_form(pattern: str, convert: Callable[[str], T], form: str) -> Callable[[str], T]:
+    """A conversion of texts that match a pattern; for others the error names the form."""
 
-    def checked(text: str) -> T:
-        try:
-            if right(value := convert(text)):
-                return value
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"{form}, not {text!r}")
+    def converted(text: str) -> T:
+        if re.fullmatch(pattern, text) is None:
+            raise argparse.ArgumentTypeError(f"{form}, not {text!r}")
+        return convert(text)
 
-    return checked
+    return converted
 
 
-def _bytes(text: str) -> int:
-    from pydantic import ByteSize, TypeAdapter
-
-    return TypeAdapter(ByteSize).validate_python(text)
-
-
-def _days(text: str) -> int:
-    return int(text[:-1]) if text.endswith("d") else 0
-
-
-positive = _checked(int, lambda number: number > 0, "a number from 1 on")
-days = _checked(_days, lambda number: 1 <= number <= 100_000, "a number of days such as 90d")
+positive = _of_form("[1-9][0-9]{0,8}", int, "a number from 1 on")
+days = _of_form("[1-9][0-9]{0,4}d", lambda text: int(text[:-1]), "a number of days such as 90d")
 #: Smaller parts would be thousands.
-size = _checked(_bytes, lambda number: number >= 1 << 20, "a size such as 64MiB, from 1MiB on")
-words = _checked(shlex.split, lambda _: True, "arguments as in a shell")
-address = _checked(str, re.compile(r"https?://[^/:\s]").match, "an address such as https://example.org/hook")
+mebibytes = _of_form("[1-9][0-9]{0,8}MiB", lambda text: int(text[:-3]), "a size such as 64MiB, from 1MiB on")
+address = _of_form(r"https?://[^/:\s].*", str, "an address such as https://example.org/hook")
 
 
 def option(text: str, metavar: str | None = None, **more: Any) -> dict[str, Any]:
@@ -56,7 +42,6 @@ def flag(text: str) -> dict[str, Any]:
 
 _RUN = "a run: an id, a label, latest~1"
 _STORE = "a file, or any SQLAlchemy URL (default: $KERNEL_COMPAT_MATRIX_STORE, else matrix.sqlite)"
-_PARTS = "write it also as files of at most this size, such as 64MiB, into DIR.parts"
 
 #: Every argument by its names. A word behind a colon tells those of the same name apart.
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -76,10 +61,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--cache": option("the folder of the environments", "DIR", type=Path),
     "--without-torch": flag("leave out torch, for machines that have their own: `run --base-python`"),
     "--with-runner": flag("include this command itself"),
-    "--parts": option(_PARTS, "SIZE", type=size),
+    "--parts": option("write it also as files of at most this size into DIR.parts", "SIZE", type=mebibytes),
     # How they run.
     "--suite": option("the suite to run (default: default)", default="default"),
-    "--pytest": option("further arguments for pytest, as one string", "ARGUMENTS", type=words, default=""),
+    "--pytest": option("further arguments for pytest, as one string", "ARGUMENTS", type=shlex.split, default=""),
     "-j/--jobs": option("cells to run at a time (default: the number of cores)", type=positive),
     "--no-fork": flag("start a new process for every cell, which imports torch itself"),
     "--executor": option("ray: on the Ray cluster at $RAY_ADDRESS", choices=["local", "ray"], default="local"),
@@ -92,8 +77,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--test": option("a test by its pytest node id, or all tests below it; only these run", "NODEID"),
     "--seam": option("a shim by its name in `kernel-compat status`; it is bad if it isn't applied", "NAME"),
     "--axis": option("the axis of releases to search (default: transformers)", default="transformers"),
-    "--good": option("a good value (default: the oldest)", "VERSION"),
-    "--bad": option("a bad value (default: the newest)", "VERSION"),
     # Stored results.
     "--store": option(_STORE, "URL"),
     "stores": option("a store, as a file or URL, whose runs this one lacks", "FROM", nargs="+"),
@@ -119,15 +102,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--read": option("token: allow reading only with a token", choices=["open", "token"], default="open"),
     "--ray": option("run cells on this Ray cluster instead of this machine", "ADDRESS"),
     "--no-run": flag("run no cells: show the store, and take uploaded runs"),
-    # In the process that a service starts for its runs: identifies the service.
-    "--execute": option(argparse.SUPPRESS),
+    "--execute": option(argparse.SUPPRESS),  # in the process that executes a service's runs: identifies the service
     "--webhook": option("POST the report to this address, as JSON", "URL", type=address),
     "service:ci": option("the CI service", choices=["github"]),
     # Its tokens.
     "name": option("the name by which it is listed and revoked", "NAME"),
-    "--scope": option(
-        "a request that it allows (repeatable)", action="append", choices=["submit", "read"], required=True
-    ),
+    "--scope": option("what it allows (repeatable)", action="append", choices=["submit", "read"], required=True),
     "--days": option("the number of days after which it expires (default: never)", "N", type=positive),
     "--file": option("write the token into a new file that only you can read, instead", "FILE", type=Path),
 }
@@ -135,16 +115,22 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 SELECTION = "cells --axes --only --pairwise --shard"
 ENVIRONMENTS = "--offline --base-python --cache"
 EXECUTOR = "-j/--jobs --no-fork"
+FETCH = f"{SELECTION} folder --latest --without-torch --with-runner --parts"
 A_RUN = f"{SELECTION} --store --suite --pytest --latest {ENVIRONMENTS}"
+RUN = f"{A_RUN} --all --label --resume --failed --retry-failed --executor {EXECUTOR} --export"
+SERVE = f"--store --axes --host --port --root-path --read --ray --no-run {EXECUTOR} {ENVIRONMENTS} --execute"
+WATCH = f"--axes --only --pairwise --store --webhook -j/--jobs {ENVIRONMENTS}"
 
 
 class Command(NamedTuple):
-    """A command, and in a line what it does."""
+    """A command: the function that runs it as ``module:name``, its help, and its arguments as words of `ARGUMENTS`.
 
-    #: The function that runs it, as ``module:name``. It takes the values of the arguments and returns the exit code.
+    The function takes the values of the arguments and returns the exit code. `arguments` is None if the function `add_arguments` of
+    the module adds them to a parser.
+    """
+
     function: str
     text: str
-    #: Words of `ARGUMENTS`; None if the function `add_arguments` of the module adds them to a parser.
     arguments: str | None = None
 
 
@@ -152,61 +138,29 @@ COMMANDS = {
     "check": Command("commands.check:run", "ask a service for its verdict on this environment", "service --json"),
     "list": Command("commands.cells:list_cells", "list the cells", f"{SELECTION} --excluded --json"),
     "pin": Command("commands.packages:pin", "resolve the cells and write their pins", f"{SELECTION} --latest"),
-    "fetch": Command(
-        "commands.packages:fetch",
-        "write a folder from which `run --offline` installs without a network",
-        f"{SELECTION} folder --latest --without-torch --with-runner --parts",
-    ),
-    "run": Command(
-        "commands.run:run",
-        "run cells and store their results",
-        f"{A_RUN} --all --label --resume --failed --retry-failed --executor {EXECUTOR} --export",
-    ),
+    "fetch": Command("commands.packages:fetch", "write a folder for `run --offline`, which needs no network", FETCH),
+    "run": Command("commands.run:run", "run cells and store their results", RUN),
     "runs": Command("commands.runs:runs", "list the runs in the store", "--json --store"),
     "show": Command("views.show:run", "show the results of a run as a grid", "chosen --figure --json --store"),
-    "explain": Command(
-        "views.explain:run",
-        "show everything that is stored about one cell",
-        "cell --run:one --full --store",
-    ),
+    "explain": Command("views.explain:run", "show what is stored about one cell", "cell --run:one --full --store"),
     "diff": Command("views.diff:run", "show which cells broke or recovered between two runs", "old new --json --store"),
     "report": Command("pages.report:run", "write a static site", "folder --axes --run:some --store"),
     "compatibility": Command(
-        "views.compatibility:run",
-        "write a document of the combinations that work, from the store",
-        "path --run:some --store",
+        "views.compatibility:run", "write a document of the combinations that work", "path --run:some --store"
     ),
-    "architectures": Command(
-        "views.architectures:run", "write a document of the proven model types, from the library's table", "path"
-    ),
+    "architectures": Command("views.architectures:run", "write a document of the model types that are proven", "path"),
     "merge": Command("commands.runs:merge", "copy runs from other stores", "stores --store"),
     "export": Command("commands.runs:export", "write runs into a store of their own", "runs path:new --store"),
     "atlas": Command("commands.atlas:run", "show when the seams appeared, changed and vanished upstream"),
     "emit": Command("commands.cells:emit", "print the matrix for a CI service", f"service:ci {SELECTION}"),
-    "cancel": Command(
-        "commands.runs:cancel", "interrupt runs that a service executes, or whose runner was killed", "runs --store"
-    ),
-    "delete": Command(
-        "commands.runs:delete", "delete runs that have ended, with the texts that only they have", "runs --store"
-    ),
-    "prune": Command(
-        "commands.runs:prune", "delete the runs that ended a number of days ago", "--keep --dry-run --store"
-    ),
-    "serve": Command(
-        "commands.serve:run",
-        "serve the store over HTTP, and execute the runs that are submitted",
-        f"--store --axes --host --port --root-path --read --ray --no-run {EXECUTOR} {ENVIRONMENTS} --execute",
-    ),
+    "cancel": Command("commands.runs:cancel", "interrupt runs of a service or of a killed runner", "runs --store"),
+    "delete": Command("commands.runs:delete", "delete runs that have ended", "runs --store"),
+    "prune": Command("commands.runs:prune", "delete runs that ended some days ago", "--keep --dry-run --store"),
+    "serve": Command("commands.serve:run", "serve the store over HTTP, and execute submitted runs", SERVE),
     "token": Command("commands.token:run", "manage the tokens of a service"),
-    "watch": Command(
-        "commands.watch:run",
-        "look for new releases, and run the cells that they affect",
-        f"--axes --only --pairwise --store --webhook -j/--jobs {ENVIRONMENTS}",
-    ),
+    "watch": Command("commands.watch:run", "look for new releases, and run the cells that they affect", WATCH),
     "bisect": Command(
-        "commands.bisect:run",
-        "find the first release that broke a test or a shim",
-        f"--test --seam --axis --good --bad {A_RUN}",
+        "commands.bisect:run", "find the first release that broke a test or a shim", f"--test --seam --axis {A_RUN}"
     ),
 }
 

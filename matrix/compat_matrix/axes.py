@@ -47,12 +47,6 @@ def _accepted_by(check: Callable[[str], object]) -> AfterValidator:
     return AfterValidator(lambda text: check(text) and text)
 
 
-def _day(text: str) -> date:
-    if not re.fullmatch(r"\d{4}-\d\d-\d\d", text, re.ASCII):
-        raise ValueError(f"a day such as 2026-11-15, not {text!r}")
-    return date.fromisoformat(text)
-
-
 def _condition(given: Any, info: ValidationInfo) -> Expression:
     if isinstance(given, str):
         return Expression(given, info.context)
@@ -71,9 +65,6 @@ def _supported(listed: dict[str, str]) -> BeforeValidator:
     """``"supported"`` stands for the minor releases that kernel-compat supports."""
     return BeforeValidator(lambda value: releases.minors(listed) if value == "supported" else value)
 
-
-#: Axes that the conditions of packages in the base may use, and axes that those of packages in the layer may not.
-_BASE, _NOT_OF_LAYER = {"python", "torch", "flash_attention"}, {"torch", "flash_attention", "device"}
 
 #: Words of expressions, and the names of other fields and filters where results are written or queried by axis.
 _RESERVED = {
@@ -106,7 +97,7 @@ Condition = Annotated[Expression, PlainValidator(_condition)]
 T = TypeVar("T", bound=str)
 Distinct = Annotated[list[T], Field(min_length=1), AfterValidator(_distinct)]
 Text = Annotated[str, Field(min_length=1)]
-Day = Annotated[str, _accepted_by(_day)]
+Day = Annotated[date, Field(strict=False)]
 Releases = Distinct[Annotated[str, _accepted_by(release)]]
 OwnAxis = Annotated[str, _accepted_by(_axis)]
 OwnValues = Annotated[Distinct[str], AfterValidator(_alike)]
@@ -175,12 +166,12 @@ class Packages(_Conditional):
         """The condition may only use the part's axes, as all cells with the same values of these share the part."""
         axes = self.when.axes if self.when else set()
         if self.part == "base":
-            others, may = axes - _BASE, "torch and flash_attention"
+            others, may = axes - {"python", "torch", "flash_attention"}, "torch and flash_attention"
         else:
-            others, may = axes & _NOT_OF_LAYER, "transformers and the project's own axes"
+            others, may = axes & {"torch", "flash_attention", "device"}, "transformers and the project's own axes"
         if others:
-            said = f"the {self.part} of a cell depends on python, {may} only"
-            raise ValueError(f"{said}, not on {', '.join(sorted(others))}")
+            named = ", ".join(sorted(others))
+            raise ValueError(f"the {self.part} of a cell depends on python, {may} only, not on {named}")
         return self
 
 
@@ -277,7 +268,7 @@ class Axes(_Table):
         Raises:
             MatrixError: the condition or a name is invalid, a named cell is excluded, or no cell remains.
         """
-        known = {cell.name: because for cell, because in self.all_cells.items()}
+        known = {cell.name: because for cell, because in self.all_cells.items()} if names else {}
         for name in names:
             if name not in known:
                 raise MatrixError(f"there is no cell {name!r} in {self.path.name}")

@@ -15,8 +15,8 @@ from packaging.version import Version
 
 from .cells import Cell, one_and_more
 from .errors import MatrixError
-from .expressions import release
-from .pins import Part, Parts
+from .pins import Part
+from .versions import related
 
 _ASK = """
 import json, sys
@@ -61,24 +61,22 @@ class BasePython:
     def check(self, cells: Iterable[Cell]) -> None:
         """Raise a `MatrixError` for cells with a different Python or torch."""
         torch = self.there["torch"]
-        others = []
-        for cell in cells:
-            wanted = release(cell.torch) if cell.torch else ()
-            if cell.python != self.python or torch.release[: len(wanted)] != wanted:
-                others.append(cell.name)
-        if others:
+
+        def fits(cell: Cell) -> bool:
+            return cell.python == self.python and (not cell.torch or related(cell.torch, str(torch)))
+
+        if others := [cell.name for cell in cells if not fits(cell)]:
             raise MatrixError(
                 f"{self.executable} is Python {self.python} with torch {torch}, which {one_and_more(others)} can't use: "
                 f'select cells with --only "python=={self.python} and torch=={torch.major}.{torch.minor}"'
             )
 
-    def without_installed(self, parts: Parts, needless: Mapping[str, frozenset[str]]) -> dict[str, Part]:
+    def without_installed(self, parts: Mapping[str, Part], needless: Mapping[str, frozenset[str]]) -> dict[str, Part]:
         """The bases without the pins that this Python provides: those only torch needs (`needless`), and those it has as pinned."""
         there = {(name, version.public) for name, version in self.there.items()}
         found = {}
         for name, alone in needless.items():
-            part = parts.get(name)
-            if alone and isinstance(part, Part):
+            if alone and (part := parts.get(name)) is not None:
                 same = {pin.name for pin in part.pins if (pin.name, Version(pin.version).public) in there}
                 found[name] = part.without(alone | same)
         return found

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from .errors import MatrixError
@@ -53,28 +54,27 @@ class Cell:
     @classmethod
     def of(cls, axes: Mapping[str, str]) -> Cell:
         """The cell with these values; names that aren't in `AXES` are the project's own axes."""
-        python, transformers, torch, flash_attention, device = (axes[axis] for axis in AXES)
         extra = tuple(sorted((axis, value) for axis, value in axes.items() if axis not in AXES))
-        return cls(python, transformers, torch, flash_attention, device, extra)
+        return cls(**{axis: axes[axis] for axis in AXES}, extra=extra)
 
-    @property
-    def axes(self) -> dict[str, str]:
+    @cached_property
+    def axes(self) -> Mapping[str, str]:
         """The values of the axes that the cell has, by axis."""
         return {axis: value for axis in AXES if (value := getattr(self, axis))} | dict(self.extra)
 
-    @property
+    @cached_property
     def base(self) -> str:
         """The name of the base: the environment without transformers and the packages installed with it."""
         python, _, torch, kernel, *_ = self._parts
         return _joined(python, torch or "base", kernel.removesuffix("fatorch"))
 
-    @property
+    @cached_property
     def layer(self) -> str:
         """The name of the layer on top of the base: transformers, the own axes, and the packages installed with them."""
         python, transformers, *_, own = self._parts
         return _joined(python, _joined(transformers, own) or "layer")
 
-    @property
+    @cached_property
     def name(self) -> str:
         """``py311-tf5.23-torch2.15-fa4-cuda-peft=0.18``; without FlashAttention and on a CPU ``py311-tf5.23-torch2.15``."""
         return _joined(*self._parts)
@@ -119,13 +119,10 @@ def parse_own(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(dict(_OWN.findall(text)).items()))
 
 
-def values_of(cells: Iterable[Cell]) -> dict[str, list[str]]:
+def values_of(cells: Collection[Cell]) -> dict[str, list[str]]:
     """The axes of cells, each with the values that occur."""
-    found: dict[str, dict[str, None]] = {axis: {} for axis in AXES}
-    for cell in cells:
-        for axis, value in cell.axes.items():
-            found.setdefault(axis, {})[value] = None
-    return {axis: [*values] for axis, values in found.items()}
+    axes = dict.fromkeys([*AXES, *(axis for cell in cells for axis in cell.axes)])
+    return {axis: [*dict.fromkeys(cell.axes[axis] for cell in cells if axis in cell.axes)] for axis in axes}
 
 
 def one_and_more(names: Sequence[str]) -> str:

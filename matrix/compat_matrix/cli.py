@@ -22,8 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gc.set_threshold(100_000)  # looking for cycles among the cells of a large run takes as long as reading it
     module, _, function = COMMANDS[options.command].function.partition(":")
     try:
-        code: int = getattr(importlib.import_module(f".{module}", __package__), function)(options)
-        return code
+        return int(getattr(importlib.import_module(f".{module}", __package__), function)(options))
     except (MatrixError, AtlasError) as error:
         print(f"kernel-compat-matrix: {error}", file=sys.stderr)
         return 2

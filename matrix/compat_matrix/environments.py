@@ -37,26 +37,27 @@ def interpreter(version: str) -> str:
     return str(found.executable) if found else version
 
 
-def default_root() -> Path:
-    """The default folder of the environments."""
-    named = os.environ.get("KERNEL_COMPAT_MATRIX_CACHE")
-    return Path(named) if named else platformdirs.user_cache_path("kernel-compat-matrix")
-
-
 @dataclass(frozen=True)
 class Environments:
     """A folder of environments; it may be deleted, and they are created again.
 
     Attributes:
+        cache: the folder; None for the default of the machine.
         project: the tested project's folder; its code runs from there.
         wheelhouse: installed from without network, also the project's wheel: its folder would need a build backend.
         below: a Python whose packages are visible in every base, after its own.
     """
 
-    root: Path
+    cache: Path | None
     project: Path
     wheelhouse: Wheelhouse | None = None
     below: BasePython | None = None
+
+    @property
+    def root(self) -> Path:
+        """The absolute path of the folder."""
+        named = self.cache or os.environ.get("KERNEL_COMPAT_MATRIX_CACHE")
+        return Path(named).absolute() if named else platformdirs.user_cache_path("kernel-compat-matrix")
 
     def base(self, part: Part) -> Path:
         """The Python of a base, which is created if it doesn't exist; raises a `UvError` if that fails."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,11 +24,11 @@ def sources(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def fingerprint(folder: Path) -> str:
-    """The fingerprint of a project's Python files and pyproject.toml, and of this command's version."""
+def fingerprint(folder: Path, *others: Path) -> str:
+    """The fingerprint of a project's Python files and pyproject.toml, of this command's version, and of other files."""
     digest = hashlib.sha256(__version__.encode())
-    for path in [*sources(folder), folder / "pyproject.toml"]:
-        digest.update(f"\n{path.relative_to(folder)}\n".encode())
+    for path in [*sources(folder), folder / "pyproject.toml", *others]:
+        digest.update(f"\n{os.path.relpath(path, folder)}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -35,12 +36,8 @@ def fingerprint(folder: Path) -> str:
 def of_axes(axes: Axes) -> str:
     """The fingerprint of a project, its axes file and the pins beside it; raises `MatrixError` if one can't be read."""
     try:
-        digest = hashlib.sha256(fingerprint(axes.folder).encode())
-        for path in [axes.path, *sorted(axes.pins.glob("*.txt"))]:
-            digest.update(f"\n{path.name}\n".encode())
-            digest.update(path.read_bytes())
-        # "supported" depends on the installed kernel-compat.
-        digest.update(axes.model_dump_json(include={"axes"}).encode())
+        files = fingerprint(axes.folder, axes.path, *sorted(axes.pins.glob("*.txt")))
     except OSError as error:
         raise MatrixError(f"the project of {axes.path} can't be read: {error}") from None
-    return digest.hexdigest()
+    # "supported" depends on the installed kernel-compat.
+    return hashlib.sha256((files + axes.model_dump_json(include={"axes"})).encode()).hexdigest()

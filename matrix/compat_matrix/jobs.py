@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from . import gpus, pins, runner
+from . import pins, runner
 from .axes import Axes
 from .base_python import BasePython
 from .cells import Cell
-from .environments import Environments, default_root
+from .environments import Environments
 from .errors import MatrixError
 from .progress import Progress
 from .store import Store
@@ -38,8 +38,8 @@ def executor_of(options: argparse.Namespace, ray: bool) -> runner.Local | RayExe
     if ray:
         from .ray_executor import RayExecutor
 
-        return RayExecutor(options.jobs, options.cache)
-    return runner.Local(options.jobs or os.cpu_count() or 1, gpus.visible())
+        return RayExecutor(options.jobs)
+    return runner.Local(options.jobs or os.cpu_count() or 1)
 
 
 def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], attempts: Mapping[Cell, int]) -> list[Job]:
@@ -48,39 +48,43 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
     Raises:
         MatrixError: pins are missing or invalid, a cell has no tests, or the source doesn't fit the cells.
     """
-    wheelhouse = Wheelhouse.open(options.offline) if options.offline is not None else None
-    below = BasePython.inspect(options.base_python) if options.base_python is not None else None
-    if wheelhouse is not None:
-        if options.latest:
-            raise MatrixError("--offline uses the pins that were fetched: --latest is an option of `fetch`")
-        wheelhouse.check(cells, axes.folder)
-    if below is not None:
-        below.check(cells)
-    folder = wheelhouse.folder / "pins" if wheelhouse else axes.pins
-    parts = pins.of_cells(axes, cells, folder, options.latest)
-    if below is not None:
-        needless = wheelhouse.torch_alone if wheelhouse else pins.torch_alone(axes, cells, parts)
-        parts |= below.without_installed(parts, needless)
-    if wheelhouse is not None:
-        parts |= wheelhouse.take(parts, cells)
-    # Absolute: cells run in the project's folder.
-    environments = Environments((options.cache or default_root()).absolute(), axes.folder, wheelhouse, below)
+    environments, parts = _installation(options, axes, cells)
+    how = {"retry": getattr(options, "retry_failed", False), "fork": not getattr(options, "no_fork", True)}
     jobs = []
     for cell in cells:
         tests = axes.tests_of(cell, options.suite)
         if tests is None:
             raise MatrixError(f"{axes.path.name} has no tests for {cell} in the suite {options.suite!r}")
-        base, layer = parts[cell.base], parts[cell.layer]
-        both = (base, layer) if isinstance(base, pins.Part) and isinstance(layer, pins.Part) else None
-        reason = str(base if isinstance(base, MatrixError) else layer)
-        attempt, known = attempts.get(cell, 0) + 1, axes.known_of(cell)
-        more = {"retry": getattr(options, "retry_failed", False), "fork": not getattr(options, "no_fork", True)}
-        jobs.append(Job(cell, both or reason, tests, environments, attempt, tuple(options.pytest), known, **more))
+        both, attempt = (parts[cell.base], parts[cell.layer]), attempts.get(cell, 0) + 1
+        jobs.append(Job(cell, both, tests, environments, attempt, tuple(options.pytest), axes.known_of(cell), **how))
+    return jobs
+
+
+def _installation(
+    options: argparse.Namespace, axes: Axes, cells: Sequence[Cell]
+) -> tuple[Environments, dict[str, pins.Part]]:
+    """The folder of the environments of cells, and the parts to install there, by name."""
+    wheelhouse = below = None
+    if options.offline is not None:
+        if options.latest:
+            raise MatrixError("--offline uses the pins that were fetched: --latest is an option of `fetch`")
+        wheelhouse = Wheelhouse.open(options.offline)
+        wheelhouse.check(cells, axes.folder)
+    if options.base_python is not None:
+        below = BasePython.inspect(options.base_python)
+        below.check(cells)
+    parts = pins.of_cells(axes, cells, wheelhouse.folder / "pins" if wheelhouse else axes.pins, options.latest)
+    if below is not None:
+        needless = wheelhouse.torch_alone if wheelhouse else pins.torch_alone(axes, cells, parts)
+        parts |= below.without_installed(parts, needless)
+    if wheelhouse is not None:
+        parts |= wheelhouse.take(parts, cells)
+    environments = Environments(options.cache and options.cache.absolute(), axes.folder, wheelhouse, below)
     try:
         environments.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MatrixError(f"environments can't be kept in {environments.root}: {error.strerror}") from None
-    return jobs
+    return environments, parts
 
 
 def new_run(options: argparse.Namespace, store: Store, axes: Axes, cells: Sequence[Cell], /, **more: Any) -> str:

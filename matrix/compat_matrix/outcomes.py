@@ -144,7 +144,7 @@ def tied(tests: Sequence[Test], known: Iterable[Known], today: date) -> tuple[li
     for entry in known:
         matching = [n for n, test in enumerate(found) if entry.matches(test.nodeid)]
         bad = [n for n in matching if found[n].bad and found[n].message != UNENDED]
-        if bad and entry.until < today.isoformat():
+        if bad and entry.until < today:
             stale.append(f"{found[bad[0]].nodeid} was known to fail until {entry.until}: {entry.issue}")
         elif bad:
             for n in bad:

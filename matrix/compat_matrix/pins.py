@@ -10,7 +10,8 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain
+from datetime import date
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from .cells import Cell
 from .errors import MatrixError
 
 #: A day in the far future, before which every release exists.
-ANY_DAY = "9999-01-01"
+ANY_DAY = date(9999, 1, 1)
 
 Kind = Literal["base", "layer"]
 
@@ -52,7 +53,7 @@ def lock(
     python: str,
     folder: Path,
     *options: str,
-    before: str | None = None,
+    before: date | None = None,
     constraints: Iterable[str] = (),
     without: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
@@ -61,7 +62,7 @@ def lock(
     Args:
         folder: the folder whose uv settings apply.
         options: further options for ``uv pip compile``.
-        before: a day; later releases are ignored. None leaves it to the settings.
+        before: releases from this day on are ignored. None leaves it to the settings.
         without: distributions to leave out, with what only they need.
 
     Raises:
@@ -96,11 +97,17 @@ class Pin:
 
 @dataclass(frozen=True)
 class Part:
-    """The base or the layer of a cell, by the name of its pin file, such as ``py311-torch2.15-fa4`` or ``py311-tf5.23``."""
+    """The base or the layer of a cell.
+
+    Attributes:
+        name: the name of its pin file, such as ``py311-torch2.15-fa4`` or ``py311-tf5.23``.
+        problem: without a solution, the resolver's message.
+    """
 
     name: str
     python: str
-    pins: tuple[Pin, ...]
+    pins: tuple[Pin, ...] = ()
+    problem: str = ""
 
     @property
     def text(self) -> str:
@@ -112,7 +119,7 @@ class Part:
         """A hash of the pins."""
         return hashlib.sha256(f"{self.python}\n{self.text}".encode()).hexdigest()[:12]
 
-    @property
+    @cached_property
     def versions(self) -> dict[str, str]:
         """The versions of its packages, by name."""
         return {pin.name: pin.version for pin in self.pins}
@@ -122,16 +129,13 @@ class Part:
         return replace(self, pins=tuple(pin for pin in self.pins if pin.name not in names))
 
 
-#: Parts by name; for one that has no solution, the resolver's message.
-Parts = Mapping[str, Part | UvError]
-
-
 def read(path: Path, python: str) -> Part:
     """Read a pin file; raises `MatrixError` if it doesn't exist, or a line isn't a pin."""
-    if not path.exists():
-        raise MatrixError(f"{path.stem} has no pins: create them with `kernel-compat-matrix pin`, or use --latest")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        advice = "create them with `kernel-compat-matrix pin`, or use --latest"
+        raise MatrixError(f"{path.stem} has no pins: {advice}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise MatrixError(f"{path} can't be read: {error}") from None
     pins = []
@@ -157,45 +161,41 @@ def write(part: Part, folder: Path) -> None:
         raise MatrixError(f"{path} can't be written: {error.strerror}") from None
 
 
-def resolve_parts(axes: Axes, cells: Sequence[Cell], *, latest: bool = False) -> dict[str, Part | UvError]:
-    """Resolve the bases and layers of cells.
+def resolve_parts(axes: Axes, cells: Sequence[Cell], *, latest: bool = False) -> dict[str, Part]:
+    """Resolve the bases and layers of cells; returns them by name.
 
     A base with FlashAttention contains the one without. A layer fits every base of its Python: versions that these agree on are
     constraints of the layer, and the requirements of torch are left to the bases. The releases of axes in the layer take precedence.
     """
     own = project_requirements(axes)
 
-    def resolved(kind: Kind, wanted: Mapping[str, tuple[Cell, Mapping[str, str]]]) -> dict[str, Part | UvError]:
-        """Parts by name, from a cell that has the part, and the versions that are given."""
+    def resolved(kind: Kind, cell: Cell, given: Mapping[str, str]) -> Part:
+        name = cell.base if kind == "base" else cell.layer
+        constraints = [f"{package}=={version}" for package, version in sorted(given.items())]
+        requirements = requirements_of(kind, axes, cell, own)
+        try:
+            return Part(name, cell.python, compile_pins(requirements, constraints, cell.python, axes, latest))
+        except UvError as error:
+            return Part(name, cell.python, problem=str(error))
 
-        def one(name: str) -> Part | UvError:
-            cell, given = wanted[name]
-            try:
-                constraints = [f"{package}=={version}" for package, version in sorted(given.items())]
-                requirements = requirements_of(kind, axes, cell, own)
-                return Part(name, cell.python, compile_pins(requirements, constraints, cell.python, axes, latest))
-            except UvError as error:
-                return error
+    def base(cell: Cell) -> Part:
+        return plain[cell.base] if cell.base in plain else resolved("base", cell, plain[_plain(cell).base].versions)
 
-        with ThreadPoolExecutor(4) as pool:
-            return dict(zip(wanted, pool.map(one, wanted), strict=True))
-
-    # A layer must fit every torch of its Python, also if only some of the cells are resolved.
-    pythons = {cell.python for cell in cells}
-    plain = resolved("base", {cell.base: (cell, {}) for cell in map(_plain, axes.cells) if cell.python in pythons})
-    found = {cell.base: plain[_plain(cell).base] for cell in cells}
-    below = {name: part.versions for name, part in found.items() if isinstance(part, Part) and name not in plain}
-    found |= resolved("base", {cell.base: (cell, below[cell.base]) for cell in cells if cell.base in below})
-    layers, brought = {}, {}
-    for cell in {cell.layer: cell for cell in cells}.values():
-        bases = [part.versions for part in plain.values() if isinstance(part, Part) and part.python == cell.python]
+    def layer(cell: Cell) -> Part:
+        bases = [one.versions for one in plain.values() if one.python == cell.python and not one.problem]
         chosen = _chosen("layer", axes, cell)
-        agreed = set.intersection(*({*base.items()} for base in bases)) if bases else set[tuple[str, str]]()
-        layers[cell.layer] = cell, {name: version for name, version in agreed if name not in chosen}
-        brought[cell.layer] = {*chain(*bases)} - chosen.keys()
-    for name, part in resolved("layer", layers).items():
-        found[name] = part.without(brought[name]) if isinstance(part, Part) else part
-    return found
+        brought = {(name, version) for one in bases for name, version in one.items() if name not in chosen}
+        agreed = {name: version for name, version in brought if all(one.get(name) == version for one in bases)}
+        return resolved("layer", cell, agreed).without({name for name, _ in brought})
+
+    pythons = {cell.python for cell in cells}
+    with ThreadPoolExecutor(4) as pool:
+        # A layer must fit every torch of its Python, also if only some of the cells are resolved.
+        alone = {_plain(cell) for cell in axes.cells if cell.python in pythons}
+        plain = {part.name: part for part in pool.map(lambda cell: resolved("base", cell, {}), alone)}
+        bases = pool.map(base, {cell.base: cell for cell in cells}.values())
+        layers = pool.map(layer, {cell.layer: cell for cell in cells}.values())
+        return {part.name: part for part in [*bases, *layers]}
 
 
 def _plain(cell: Cell) -> Cell:
@@ -224,7 +224,7 @@ def _chosen(part: Kind, axes: Axes, cell: Cell) -> dict[str, str]:
     return {names[axis]: value for axis, value in cell.axes.items() if axis in names}
 
 
-def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Parts) -> dict[str, frozenset[str]]:
+def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Mapping[str, Part]) -> dict[str, frozenset[str]]:
     """For each base of these cells, by name: torch, and the names of the pins that only torch needs. Uses the package index."""
     own = project_requirements(axes)
     found: dict[str, frozenset[str]] = {}
@@ -232,7 +232,7 @@ def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Parts) -> dict[str, fr
     # shared by all of them, so any cell of the base will do.
     for cell in cells:
         base, layer = parts[cell.base], parts[cell.layer]
-        if cell.base not in found and isinstance(base, Part) and isinstance(layer, Part):
+        if cell.base not in found and not base.problem and not layer.problem:
             wanted = [*requirements_of("base", axes, cell, own), *requirements_of("layer", axes, cell, own)]
             wanted = [text for text in wanted if _name(text) != "torch"]
             limits = [f"{name}=={version}" for name, version in (base.versions | layer.versions).items()]
@@ -281,7 +281,7 @@ def compile_pins(
     return tuple(sorted(pins, key=lambda pin: pin.name))
 
 
-def of_cells(axes: Axes, cells: Sequence[Cell], folder: Path, latest: bool = False) -> dict[str, Part | UvError]:
+def of_cells(axes: Axes, cells: Sequence[Cell], folder: Path, latest: bool = False) -> dict[str, Part]:
     """The bases and layers of cells, by name: as they are committed, or resolved now.
 
     Raises:
@@ -292,15 +292,15 @@ def of_cells(axes: Axes, cells: Sequence[Cell], folder: Path, latest: bool = Fal
     names = {name: cell.python for cell in cells for name in (cell.base, cell.layer)}
     found = {name: read(folder / f"{name}.txt", python) for name, python in names.items()}
     own = project_requirements(axes)
-    for cell in cells:
-        pinned = found[cell.base].versions | found[cell.layer].versions
+    for cell in {(cell.base, cell.layer): cell for cell in cells}.values():
         here = {"python_version": cell.python, "python_full_version": f"{cell.python}.0"}
         for requirement in own:
-            version = pinned.get(canonicalize_name(requirement.name), "")
+            name = canonicalize_name(requirement.name)
+            version = found[cell.layer].versions.get(name) or found[cell.base].versions.get(name)
             right = version and requirement.specifier.contains(version, prereleases=True)
             if not right and (requirement.marker is None or requirement.marker.evaluate(here)):
                 said = (
                     f"the project requires {requirement}, and the pins of {cell} have {version or 'no release of it'}"
                 )
                 raise MatrixError(f"{said}: `kernel-compat-matrix pin` resolves them again")
-    return dict(found)
+    return found

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from .cell.kernel_compat_host import MESSAGE
 
@@ -48,9 +49,10 @@ class Process:
 
 
 class Hosts:
-    """Pythons that fork processes, each started on first use. Thread-safe."""
+    """Pythons that fork processes, each started on first use. Thread-safe. Setting `cancelled` ends the cells that run."""
 
     def __init__(self) -> None:
+        self.cancelled = threading.Event()
         self._lock = threading.Lock()
         self._hosts: dict[Path | None, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
 
@@ -66,11 +68,9 @@ class Hosts:
         Raises:
             OSError: the program doesn't exist, or the host has died.
         """
-        program = command[0]
-        if python is None and not shutil.which(
-            folder / program if "/" in program else program, path=environment.get("PATH")
-        ):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), program)
+        program = folder / command[0] if "/" in command[0] else command[0]
+        if python is None and not shutil.which(program, path=environment.get("PATH")):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
         with self._lock:
             if python not in self._hosts:
                 self._hosts[python] = _host(python)
@@ -98,18 +98,11 @@ def _host(python: Path | None) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [str(python or sys.executable), str(INSIDE / "kernel_compat_host.py"), str(theirs.fileno())]
-    nothing = subprocess.DEVNULL
+    command += ["preload"] if python else []
+    more: dict[str, Any] = dict.fromkeys(["stdin", "stdout", "stderr"], subprocess.DEVNULL)
+    more |= {"start_new_session": True, "pass_fds": [theirs.fileno()]}
     with theirs:
-        process = subprocess.Popen(
-            [*command, *(["preload"] if python else [])],
-            cwd="/",
-            env=environment,
-            stdin=nothing,
-            stdout=nothing,
-            stderr=nothing,
-            start_new_session=True,
-            pass_fds=[theirs.fileno()],
-        )
+        process = subprocess.Popen(command, cwd="/", env=environment, **more)
     share_priority(process.pid)
     return ours, process
 

@@ -55,19 +55,16 @@ class Progress(Live):
         """The table with the running cells."""
         table = Table.grid(padding=(0, 2))
         counts = ", ".join(f"{self.counts[verdict]} {verdict}" for verdict in _SYMBOLS if self.counts[verdict])
+        ended, to_go = len(self._spent), self.total - len(self._spent)
+        left = _clock(mean(self._spent.values()) * to_go / self.jobs) if self._spent else "?"
         table.add_row(
-            f"{len(self._spent)} of {plural(self.total, 'cell')}" + (f": {counts}" if counts else ""),
-            f"{len(self.running)} running, {self.total - len(self._spent) - len(self.running)} to go",
-            f"{_clock(time.monotonic() - self._began)} so far, {self._time_left()} left",
+            f"{ended} of {plural(self.total, 'cell')}{': ' * bool(counts)}{counts}",
+            f"{len(self.running)} running, {to_go - len(self.running)} to go",
+            f"{_clock(time.monotonic() - self._began)} so far, {left} left",
         )
         for cell, since in list(self.running.items()):
             table.add_row(f"  {cell}", _clock(time.monotonic() - since), "")
         return table
-
-    def _time_left(self) -> str:
-        if not self._spent:
-            return "?"
-        return _clock(mean(self._spent.values()) * (self.total - len(self._spent)) / self.jobs)
 
 
 def _clock(seconds: float) -> str:

@@ -9,17 +9,14 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from . import gpus, work
+from . import work
 from .cells import Cell, parse
-from .environments import default_root
 from .errors import MatrixError
 from .fingerprint import fingerprint
 from .processes import Hosts
@@ -46,14 +43,12 @@ class RayExecutor:
 
     Args:
         jobs: the CPUs of a new cluster; not allowed with an existing one.
-        cache: the folder in which each node makes its environments; the node's default by default.
 
     Raises:
         MatrixError: the cluster doesn't exist or can't be joined, or anybody else on the network could join it.
     """
 
-    def __init__(self, jobs: int | None, cache: Path | None) -> None:
-        self._cache = cache and cache.absolute()
+    def __init__(self, jobs: int | None) -> None:
         self._refs: list[Any] = []
         self._fingerprint = functools.cache(fingerprint)
         address = os.environ.get("RAY_ADDRESS", "")
@@ -78,26 +73,20 @@ class RayExecutor:
     def submit(self, job: Job, started: Callable[[Cell], object]) -> Future[CellResult]:
         """Submit a job as a task. If no node can ever run it, its result is ``not run`` at once."""
         self._started = started
-        needs = {"CPU": 1.0, "memory": job.tests.memory * 2**30}
-        if job.gpus:
-            needs["GPU"] = float(job.gpus)
-            if job.tests.accelerator is not None:
-                needs[f"accelerator_type:{job.tests.accelerator}"] = 0.001
         future: Future[CellResult] = Future()
-        if (lacking := _lacking(needs)) is not None:
+        if (lacking := _lacking(job)) is not None:
             future.set_result(job.result("not run", "hardware", lacking))
             return future
         task = ray.remote(_run).options(
             name=job.cell.name,
             num_cpus=1,
-            num_gpus=needs.get("GPU", 0),
-            accelerator_type=job.tests.accelerator if "GPU" in needs else None,
-            memory=int(needs["memory"]),
+            num_gpus=job.gpus,
+            accelerator_type=job.tests.accelerator if job.gpus else None,
+            memory=int(job.tests.memory * 2**30),
             max_retries=RETRIES,
             retry_exceptions=False,
         )
-        expected = self._fingerprint(job.environments.project)
-        ref = task.remote(job, expected, self._cache, self._begun)
+        ref = task.remote(job, self._fingerprint(job.environments.project), self._begun)
         self._refs.append(ref)
         ref.future().add_done_callback(lambda done: _hand_over(done, future, job))
         return future
@@ -128,21 +117,17 @@ class RayExecutor:
 _hosts = Hosts()
 
 
-def _run(job: Job, expected: str, cache: Path | None, begun: Any) -> CellResult:
-    """Run a cell on a node, with GPUs that no other process on that machine has leased."""
+def _run(job: Job, expected: str, begun: Any) -> CellResult:
+    """Run a cell on a node, with GPUs among those that Ray assigned, which doesn't know about other runs on the machine."""
     here = job.environments.project
     if not here.is_dir():
         raise MatrixError(f"node {platform.node()} has no {here}: the project must be at the same path on every node")
     if fingerprint(here) != expected:
-        raise MatrixError(
-            f"{here} on node {platform.node()} differs from the project that the run was started with: update it"
-        )
-    job = replace(job, environments=replace(job.environments, root=cache or default_root()))
-    # Ray assigns GPUs by CUDA_VISIBLE_DEVICES, and doesn't know about other runs on the machine.
-    devices = gpus.visible() if job.gpus else ()
+        other = f"{here} on node {platform.node()} differs from the project that the run was started with"
+        raise MatrixError(f"{other}: update it")
     # Not `begun.put_nowait`: Ray gives the CPU of a task that waits to another one.
     tell = begun.actor.put_nowait.remote
-    return work.run(job, devices, lambda cell: tell(cell.name), threading.Event(), _hosts)
+    return work.run(job, lambda cell: tell(cell.name), _hosts)
 
 
 def check_private(address: str) -> tuple[str, int | None]:
@@ -184,12 +169,16 @@ def _hand_over(done: Future[Any], future: Future[CellResult], job: Job) -> None:
         future.set_result(job.result("failed", "crash", reason, log=str(error)))
 
 
-def _lacking(needs: Mapping[str, float]) -> str | None:
-    """The reason why no node of the cluster can have these resources; None if one can."""
+def _lacking(job: Job) -> str | None:
+    """The reason why no node of the cluster can run a job; None if one can."""
+    needs, wanted = {"CPU": 1.0, "memory": job.tests.memory * 2**30}, [f"{job.tests.memory:g} GiB of memory"]
+    if job.gpus:
+        needs["GPU"] = job.gpus
+        wanted.insert(0, plural(job.gpus, "GPU"))
+        if job.tests.accelerator is not None:
+            needs[f"accelerator_type:{job.tests.accelerator}"] = 0.001
+            wanted.append(f"the accelerator {job.tests.accelerator}")
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if any(all(node.get(name, 0) >= amount for name, amount in needs.items()) for node in nodes):
         return None
-    wanted = [plural(int(needs["GPU"]), "GPU")] if "GPU" in needs else []
-    wanted += [f"{needs['memory'] / 2**30:g} GiB of memory"]
-    wanted += [name.replace("accelerator_type:", "the accelerator ") for name in needs if ":" in name]
     return f"it needs {' and '.join(wanted)}, and no node of the Ray cluster has that"

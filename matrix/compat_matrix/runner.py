@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,22 +24,20 @@ if TYPE_CHECKING:
 
 
 class Local:
-    """Runs a number of jobs at a time on this machine, each in a process of its own with exclusive GPUs among `devices`."""
+    """Runs a number of jobs at a time on this machine, each in a process of its own."""
 
-    def __init__(self, jobs: int, devices: Sequence[str]) -> None:
+    def __init__(self, jobs: int) -> None:
         self.jobs = jobs
-        self._devices = devices
-        self._cancelled = threading.Event()
         self._pool = ThreadPoolExecutor(jobs, thread_name_prefix="cell")
         self._hosts = Hosts()
 
     def submit(self, job: Job, started: Callable[[Cell], object]) -> Future[CellResult]:
         """Run a job; `started` is called when its cell starts."""
-        return self._pool.submit(work.run, job, self._devices, started, self._cancelled, self._hosts)
+        return self._pool.submit(work.run, job, started, self._hosts)
 
     def cancel(self) -> None:
         """End running jobs; their futures raise `work.Cancelled`."""
-        self._cancelled.set()
+        self._hosts.cancelled.set()
         self.close()
 
     def close(self) -> None:

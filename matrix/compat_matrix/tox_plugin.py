@@ -59,19 +59,15 @@ def tox_register_tox_env(register: ToxEnvRegister) -> None:
 @impl
 def tox_extend_envs() -> Iterable[str]:
     """The names of the cells."""
-    axes = axes_of()
-    return [cell.name for cell in axes.cells] if axes else []
+    return [*cells()]
 
 
 @impl
 def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
     """Configure an environment for each cell."""
-    axes = axes_of()
-    if axes is None:
-        return
     more = shlex.join(state.conf.pos_args(None) or ())
-    for cell in axes.cells:
-        command = [sys.executable, "-m", "compat_matrix", "run", "--axes", str(axes.path), cell.name]
+    for name, axes in cells().items():
+        command = [sys.executable, "-m", "compat_matrix", "run", "--axes", str(axes.path), name]
         loader = MemoryLoader(
             runner=CellEnv.id(),
             description="a cell of the matrix",
@@ -80,14 +76,16 @@ def tox_add_core_config(core_conf: ConfigSet, state: State) -> None:
             pass_env=["*"],
             allowlist_externals=[sys.executable],
         )
-        state.conf.memory_seed_loaders[cell.name].append(loader)
+        state.conf.memory_seed_loaders[name].append(loader)
 
 
 @cache
-def axes_of() -> Axes | None:
-    """The axes of the project around the current folder; None if there are none."""
+def cells() -> dict[str, Axes]:
+    """The cells of the project around the current folder, by name, with its axes; none if there are none."""
     here = Path.cwd()
+    path = next(filter(None, map(axes_in, (here, *here.parents))), None)
     try:
-        return next((load(path) for folder in (here, *here.parents) if (path := axes_in(folder))), None)
+        axes = load(path) if path else None
     except MatrixError as error:
         raise HandledError(str(error)) from None
+    return {cell.name: axes for cell in axes.cells} if axes else {}

@@ -7,7 +7,7 @@ import shutil
 import sys
 import zipfile
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
@@ -29,7 +29,7 @@ from .axes import Axes
 from .cells import Cell, one_and_more
 from .errors import MatrixError
 from .fingerprint import sources
-from .pins import ANY_DAY, Part, Parts, Pin, UvError, compile_pins, lock, of_cells, torch_alone, uv, write
+from .pins import ANY_DAY, Part, Pin, compile_pins, lock, of_cells, torch_alone, uv, write
 from .unpack import sha256
 
 #: The number of files that are fetched at a time.
@@ -93,7 +93,7 @@ class Wheelhouse(BaseModel):
                 f"{self.wheel} in {self.folder} has another {changed} than {project}: fetch it again, from the same state"
             )
 
-    def take(self, parts: Parts, cells: Sequence[Cell]) -> dict[str, Part]:
+    def take(self, parts: Mapping[str, Part], cells: Sequence[Cell]) -> dict[str, Part]:
         """The parts of the cells with pins of the files in this folder: a wheel that was added by hand replaces an sdist.
 
         Raises:
@@ -104,8 +104,6 @@ class Wheelhouse(BaseModel):
         missing: defaultdict[str, dict[str, None]] = defaultdict(dict)
         for cell in cells:
             for part in (parts[cell.base], parts[cell.layer]):
-                if not isinstance(part, Part):
-                    continue
                 for pin in part.pins:
                     if pin.sha256 not in there:
                         missing[f"{pin.name}=={pin.version}"][cell.name] = None
@@ -124,7 +122,6 @@ def fetch(
     cells: Sequence[Cell],
     folder: Path,
     *,
-    pin_folder: Path,
     latest: bool = False,
     without_torch: bool = False,
     runner: bool = False,
@@ -142,9 +139,9 @@ def fetch(
     Fetched files stay after an error, for the next attempt. The manifest is written last.
     """
     parts: dict[str, Part] = {}
-    for name, found in of_cells(axes, cells, pin_folder, latest).items():
-        if isinstance(found, UvError):
-            raise MatrixError(f"{name} has no solution: {found}")
+    for name, found in of_cells(axes, cells, axes.pins, latest).items():
+        if found.problem:
+            raise MatrixError(f"{name} has no solution: {found.problem}")
         parts[name] = found
     needless = torch_alone(axes, cells, parts)
     left_out = needless if without_torch else {}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,15 @@ from .processes import INSIDE, Hosts, Process
 from .results import CellResult, Kind, Verdict
 from .words import plural
 
-#: Environment variables that cells don't inherit. Without bytecode caches a cell would compile torch and transformers for 10 s;
-#: and cells must not know where the runner may write.
-_NOT_INHERITED = {
-    *("VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"),
-    *("KERNEL_COMPAT_MATRIX_STORE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
-}
+#: The beginnings of environment variables that cells don't inherit: those of a pytest and a virtual environment that run the runner,
+#: and the places where the runner may write. Without bytecode caches a cell would compile torch and transformers for 10 s.
+_NOT_INHERITED = (
+    *("PYTEST_XDIST_", "VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"),
+    *("KERNEL_COMPAT_MATRIX_STORE", "RAY_AUTH_TOKEN"),
+)
 
 #: Seconds for a process to end by itself.
 _GRACE = 5.0
-
-#: The files of a cell's process in its temporary folder.
-_REPORT, _RETRY_REPORT, _CACHE = "report.jsonl", "retry.jsonl", "cache"
-#: In pytest's cache, the tests that failed.
-_LAST_FAILED = f"{_CACHE}/v/cache/lastfailed"
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class Job:
     """A cell to run.
 
     Attributes:
-        parts: its base and its layer, or the reason why it can't be resolved.
+        parts: its base and its layer.
         attempt: the number of the attempt in its run, from 1.
         arguments: further arguments for pytest.
         known: the failures that are tied to an issue in this cell.
@@ -57,7 +53,7 @@ class Job:
     """
 
     cell: Cell
-    parts: tuple[Part, Part] | str
+    parts: tuple[Part, Part]
     tests: Tests
     environments: Environments
     attempt: int = 1
@@ -73,8 +69,8 @@ class Job:
 
     @property
     def pins(self) -> str:
-        """The text of its requirement files; empty if there are none."""
-        return "" if isinstance(self.parts, str) else "".join(part.text for part in self.parts)
+        """The text of its requirement files."""
+        return "".join(part.text for part in self.parts)
 
     @property
     def gpus(self) -> int:
@@ -91,104 +87,90 @@ class Cancelled(Exception):
     """The cell was ended because its run was cancelled."""
 
 
-def run(
-    job: Job, devices: Sequence[str], started: Callable[[Cell], object], cancelled: threading.Event, hosts: Hosts
-) -> CellResult:
+def run(job: Job, started: Callable[[Cell], object], hosts: Hosts) -> CellResult:
     """Run a cell to its end, with GPUs that no other process on this machine has; failures of any kind are in the result.
 
-    Args:
-        devices: the GPUs that may be leased.
-        started: called when the cell has its GPUs.
-        cancelled: setting it ends the cell.
+    `started` is called when the cell has its GPUs.
 
     Raises:
-        Cancelled: `cancelled` was set.
+        Cancelled: `hosts.cancelled` was set.
     """
+    devices = gpus.visible() if job.gpus else []
     if job.gpus > len(devices):
         there = {0: "none is", 1: "one is"}.get(len(devices), f"{len(devices)} are")
         return job.result("not run", "hardware", f"it needs {plural(job.gpus, 'GPU')}, and {there} visible")
-    with gpus.leased(job.gpus, devices, cancelled) as held:
-        if cancelled.is_set():
+    with gpus.leased(job.gpus, devices, hosts.cancelled) as held:
+        if hosts.cancelled.is_set():
             raise Cancelled
         started(job.cell)
         begun, clock = datetime.now(timezone.utc), time.monotonic()
-        result = _run(job, held, cancelled, hosts, begun.date())
+        result = _run(job, held, hosts, begun.date())
         return replace(result, started=begun, seconds=time.monotonic() - clock)
 
 
-def _run(job: Job, leased: Sequence[str], cancelled: threading.Event, hosts: Hosts, today: date) -> CellResult:
+def _run(job: Job, leased: Sequence[str], hosts: Hosts, today: date) -> CellResult:
     try:
-        if isinstance(job.parts, str):
-            raise UvError(job.parts)
+        if problem := next((part.problem for part in job.parts if part.problem), None):
+            raise UvError(problem)
         python = job.environments.base(job.parts[0])
         layer = job.environments.layer(job.parts[1], python)
     except UvError as error:
         return job.result("failed", "installation", " ".join(str(error).split())[:600], log=str(error))
     except OSError as error:  # an error of the machine, which every cell would have
-        raise MatrixError(
-            f"environments can't be kept in {job.environments.root}: {error.strerror or error}"
-        ) from error
+        root = job.environments.root
+        raise MatrixError(f"environments can't be kept in {root}: {error.strerror or error}") from error
     with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as scratch:
         folder = Path(scratch)
-        log, environment = folder / "log", folder / "environment.json"
-        log.touch()
+        (folder / "log").touch()
+        start = partial(_start, job, python, layer, folder, leased, hosts)
         deadline = time.monotonic() + job.tests.minutes * 60
         try:
-            process = _start(job, python, layer, folder, leased, hosts)
+            process = start("report.jsonl")
         except OSError as error:
             reason = f"{job.tests.command[0]} can't be started: {error.strerror}"
             return job.result("failed", "installation", reason)
-        returncode = _supervise(process, deadline, cancelled)
-        tests, uncollected = read_report_log(folder / _REPORT)
-        tests, stale = tied(tests, job.known, today)
-        if job.retry and returncode == 1 and (folder / _LAST_FAILED).exists() and any(test.bad for test in tests):
-            process = _start(job, python, layer, folder, leased, hosts, again=True)
-            _supervise(process, deadline, cancelled)
-            tests = retried(tests, read_report_log(folder / _RETRY_REPORT)[0])
-        text = log.read_text(encoding="utf-8", errors="replace")
+        returncode = _supervise(process, deadline, hosts.cancelled)
+        tests, uncollected = read_report_log(folder / "report.jsonl")
         try:
-            found = dict(json.loads(environment.read_bytes()))
+            found = dict(json.loads((folder / "environment.json").read_bytes()))
         except (OSError, ValueError):  # the cell ended early, or its own code wrote the file
             found = {}
+        tests, stale = tied(tests, job.known, today)
+        last_failed = (folder / "cache/v/cache/lastfailed").exists()
+        if job.retry and returncode == 1 and last_failed and any(test.bad for test in tests):
+            _supervise(start("retry.jsonl", "--last-failed"), deadline, hosts.cancelled)
+            tests = retried(tests, read_report_log(folder / "retry.jsonl")[0])
+        log = (folder / "log").read_text(encoding="utf-8", errors="replace")
     tests = distinct(tests)
-    verdict, kind, reason = judge(tests, uncollected, found, text, returncode, job.tests.minutes, stale)
-    return job.result(verdict, kind, reason, tests=tuple(tests), environment=found, command=job.command, log=text)
+    verdict, kind, reason = judge(tests, uncollected, found, log, returncode, job.tests.minutes, stale)
+    return job.result(verdict, kind, reason, tests=tuple(tests), environment=found, command=job.command, log=log)
 
 
 def _start(
-    job: Job, python: Path, layer: Path, folder: Path, leased: Sequence[str], hosts: Hosts, *, again: bool = False
+    job: Job, python: Path, layer: Path, folder: Path, leased: Sequence[str], hosts: Hosts, report: str, *more: str
 ) -> Process:
-    """Start the command of a job; `again`: pytest, with the tests that failed, which leaves the cell's report as it is."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _NOT_INHERITED and not name.startswith("PYTEST_XDIST_")  # from a pytest that runs the runner
-    }
+    """Start the command of a job, pytest with a report log and with further arguments."""
     environment = {
         "OMP_NUM_THREADS": "1",
-        **inherited,
+        **{name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)},
         **job.tests.environment,
         # A cell sees the leased devices only, also on a machine that has more.
         "CUDA_VISIBLE_DEVICES": ",".join(leased),
-        "COMPAT_MATRIX_GPUS": ",".join(leased),
         "KERNEL_COMPAT_MATRIX_AXES": json.dumps(job.cell.axes),
         "COMPAT_MATRIX_ENVIRONMENT": str(folder / "environment.json"),
         "PYTHONPATH": os.pathsep.join([str(layer), str(INSIDE)]),
         "TMPDIR": str(folder),
     }
-    if again:
-        del environment["COMPAT_MATRIX_ENVIRONMENT"]
     place = (environment, job.environments.project, folder / "log")
     first, *rest = job.command
     if first != "pytest":
         return hosts.start(None, [str(python) if part == "python" else part for part in job.command], *place)
-    arguments = ["pytest", "-p", "kernel_compat_cell", f"--report-log={folder / (_RETRY_REPORT if again else _REPORT)}"]
-    arguments += ["-o", f"cache_dir={folder / _CACHE}"] if job.retry else ["-p", "no:cacheprovider"]
-    if len(leased) > 1:
-        arguments += ["-n", str(len(leased))]
-    arguments += [*rest, *(["--last-failed"] if again else [])]
+    arguments = ["pytest", "-p", "kernel_compat_cell", f"--report-log={folder / report}"]
+    arguments += ["-o", f"cache_dir={folder / 'cache'}"] if job.retry else ["-p", "no:cacheprovider"]
+    arguments += ["-n", str(len(leased))] if len(leased) > 1 else []
+    arguments += [*rest, *more]
     # A fork has imported the base's release of what the layer may have too.
-    shadowed = not isinstance(job.parts, str) and any(name in PRELOADED for name in job.parts[1].versions)
+    shadowed = any(name in PRELOADED for name in job.parts[1].versions)
     if job.fork and not leased and not shadowed:
         with suppress(OSError):  # torch can't be imported: the cell's own log shows why
             return hosts.start(python, arguments, *place)
@@ -196,7 +178,7 @@ def _start(
 
 
 def _supervise(process: Process, deadline: float, cancelled: threading.Event) -> int | None:
-    """The return code of the process; None if it was ended at `deadline`, in seconds of the monotonic clock."""
+    """The return code of the process; None if it was ended at `deadline`, in seconds of `time.monotonic`."""
     try:
         while time.monotonic() <= deadline:
             with suppress(TimeoutError):

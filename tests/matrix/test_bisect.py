@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 from math import ceil, log2
 
 import pytest
@@ -39,7 +40,7 @@ def test_a_search_is_right_and_asks_log2_times(data: st.DataObject) -> None:
 
 def test_an_axis_that_no_cell_has_is_told() -> None:
     with pytest.raises(MatrixError, match="--axis is one of python, torch, not 'transformers'"):
-        line([Cell("3.12", torch="2.10"), Cell("3.12", torch="2.11")], "transformers", None, None)
+        line([Cell("3.12", torch="2.10"), Cell("3.12", torch="2.11")], "transformers")
 
 
 #: 5.5 breaks the test; 5.4 can't be installed, 5.6 skips the test, 5.7 doesn't have it.
@@ -97,25 +98,27 @@ def test_the_first_release_that_broke_a_test_is_found(project: Small) -> None:
         assert (run.label, run.state) == ("bisect test_it.py::test_it", "finished")
     assert {len(one.tests) for one in project.results().values()} == {0, 2}  # the other test didn't run
 
-    again = project.run("bisect", "--test", "test_it.py::test_it", "--bad", "5.9", "--only", "transformers>=5.1")
+    again = project.run("bisect", "--test", "test_it.py::test_it", "--only", "transformers>=5.1 and transformers<=5.9")
     assert again.returncode == 0, again
     assert ran(project)[:2] == ["5.1", "5.9"]
 
 
 @pytest.mark.slow
 def test_a_skipped_and_a_missing_test_are_walked_around(project: Small) -> None:
-    done = project.run("bisect", "--test", "test_it.py::test_it", "--good", "5.3", "--bad", "5.9")
+    done = project.run("bisect", "--test", "test_it.py::test_it", "--only", "transformers>=5.3 and transformers<=5.9")
     assert done.returncode == 0, done
     assert "transformers 5.6 is unknown: skipped: no such kernel" in done.stdout
     assert "transformers 5.5, or 5.4, whose state is unknown, broke" in done.stdout
-    missing = project.run("bisect", "--test", "test_it.py::test_it", "--good", "5.3", "--bad", "5.7")
+    missing = project.run(
+        "bisect", "--test", "test_it.py::test_it", "--only", "transformers>=5.3 and transformers<=5.7"
+    )
     assert missing.returncode == 2
     assert "5.7 should be bad, but its state is unknown: it has no such test" in missing.stderr
 
 
 def test_a_test_that_can_not_be_collected_is_bad(project: Small) -> None:
     project.write("test_it.py", TESTS.replace("if minor != 7:", "if minor >= 9: import gone\n    if minor != 7:"))
-    done = project.run("bisect", "--test", "test_it.py::test_other", "--good", "5.8")
+    done = project.run("bisect", "--test", "test_it.py::test_other", "--only", "transformers>=5.8")
     assert done.returncode == 0, done
     assert "5.10 is bad: ModuleNotFoundError: No module named 'gone'" in done.stdout
     assert "transformers 5.9 is the first that broke test_it.py::test_other; 5.8 is good" in done.stdout
@@ -124,7 +127,7 @@ def test_a_test_that_can_not_be_collected_is_bad(project: Small) -> None:
 @pytest.mark.parametrize("nodeid", ["test_it.py::test_it", "test_it.py"])
 def test_a_module_that_skips_itself_tells_nothing(project: Small, nodeid: str) -> None:
     project.write("test_it.py", "import pytest\npytest.importorskip('gone')\ndef test_it(): pass")
-    done = project.run("bisect", "--test", nodeid, "--good", "5.8")
+    done = project.run("bisect", "--test", nodeid, "--only", "transformers>=5.8")
     assert done.returncode == 2
     assert "5.8 should be good, but its state is unknown: " in done.stderr
 
@@ -178,16 +181,24 @@ def test_the_first_release_that_broke_a_shim_is_found(project: Small) -> None:
     ("arguments", "says"),
     [
         ("--test test_it.py::test_other", "5.10 should be bad, but it is good"),
-        ("--test test_it.py::test_it --good 5.3 --bad 5.4", "5.4 should be bad, but its state is unknown: "),
         (
-            "--test test_it.py::test_nowhere --good 5.0 --bad 5.1",
+            "--test test_it.py::test_it --only 'transformers in (5.3, 5.4)'",
+            "5.4 should be bad, but its state is unknown: ",
+        ),
+        (
+            "--test test_it.py::test_nowhere --only transformers<=5.1",
             "5.0 should be good, but its state is unknown: it has no such test",
         ),
-        ("--test nowhere.py --good 5.0 --bad 5.1", "5.0 should be good, but its state is unknown: it has no such test"),
-        ("--test test_it.py::test_it --good 5.9", "5.9 should be good, but it is bad: "),
-        ("--test test_it.py::test_it --good 5.4", "5.4 should be good, but its state is unknown: "),
-        ("--test x --good 5.3 --bad 5.3", "the good transformers must be older than the bad one"),
-        ("--test x --good 6.0", "transformers 6.0 isn't selected; the selected values are 5.0, 5.1"),
+        (
+            "--test nowhere.py --only transformers<=5.1",
+            "5.0 should be good, but its state is unknown: it has no such test",
+        ),
+        ("--test test_it.py::test_it --only transformers>=5.9", "5.9 should be good, but it is bad: "),
+        ("--test test_it.py::test_it --only transformers>=5.4", "5.4 should be good, but its state is unknown: "),
+        (
+            "--test x --only transformers==5.3",
+            "a search needs two values of transformers or more: only 5.3 is selected",
+        ),
         ("--test x --axis torch", "several values of transformers are selected; choose one with --only: 5.0, 5.1, 5.2"),
         ("--test x --axis device", "--axis is one of python, transformers, torch, not 'device'"),
         ("--test x --seam y", "either --test or --seam is needed"),
@@ -195,6 +206,6 @@ def test_the_first_release_that_broke_a_shim_is_found(project: Small) -> None:
     ],
 )
 def test_bad_input_is_told(project: Small, arguments: str, says: str) -> None:
-    done = project.run("bisect", *arguments.split())
+    done = project.run("bisect", *shlex.split(arguments))
     assert done.returncode == 2, done
     assert says in done.stderr

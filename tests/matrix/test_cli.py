@@ -73,7 +73,7 @@ because = "no kernel on a CPU"
         ("run --all --store nosuch://host/db", "the store nosuch://host/db: "),
         ("run --all --offline nowhere", "nowhere"),
         ("run --all --cache test_it.py", "test_it.py"),
-        ("run --all --pytest 'unbalanced", 'argument --pytest: arguments as in a shell, not "\'unbalanced"'),
+        ("run --all --pytest 'unbalanced", 'argument --pytest: invalid split value: "\'unbalanced"'),
         ("run -j 0", "a number from 1 on, not '0'"),
         ("run -j many", "a number from 1 on, not 'many'"),
         ("walk", "invalid choice: 'walk'"),

@@ -491,7 +491,7 @@ ISSUE = "https://example.org/issues/1"
 
 
 def known(test: str = "t.py::test_a", until: str = "2026-12-31") -> Known:
-    return Known(test=test, issue=ISSUE, until=until, because="upstream")
+    return Known(test=test, issue=ISSUE, until=date.fromisoformat(until), because="upstream")
 
 
 BAD, GOOD = Test("t.py::test_a", "failed", 1.0, "off by 0.5"), Test("t.py::test_a", "passed", 1.0)

@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 def pytest_configure() -> None:
     """Give this pytest worker one of the leased GPUs."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
-    leased = os.environ.get("COMPAT_MATRIX_GPUS")
+    leased = os.environ.get("CUDA_VISIBLE_DEVICES")
     if worker and leased:  # before anything uses a device
         gpus = leased.split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
@@ -43,9 +43,7 @@ def pytest_sessionfinish() -> None:
         **shims(),  # imports torch, which otherwise only pytest's workers have imported
         **device(),
     }
-    scratch = Path(f"{target}.part")
-    scratch.write_text(json.dumps(found, default=str), encoding="utf-8")
-    scratch.replace(target)
+    Path(target).write_text(json.dumps(found, default=str), encoding="utf-8")
 
 
 @pytest.fixture
@@ -92,18 +90,15 @@ def device() -> dict[str, str]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {"device": platform.processor() or "cpu"}
-    found = {
-        "device": torch.cuda.get_device_name(0),
-        "capability": ".".join(map(str, torch.cuda.get_device_capability(0))),
-    }
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        found["driver"] = pynvml.nvmlSystemGetDriverVersion()
+        driver = pynvml.nvmlSystemGetDriverVersion()
     except Exception as error:  # the driver's version is only informative
-        found["driver"] = f"unknown: {error}"
-    return found
+        driver = f"unknown: {error}"
+    capability = ".".join(map(str, torch.cuda.get_device_capability(0)))
+    return {"device": torch.cuda.get_device_name(0), "capability": capability, "driver": driver}
 
 
 def shims() -> dict[str, Any]:
@@ -115,9 +110,7 @@ def shims() -> dict[str, Any]:
     except ImportError:
         return {}
     with kernel_compat.installed() as report:
-        return {
-            "shims": {
-                one.name: {"state": one.state, "reason": one.reason, "seams": [*map(str, one.seams)]}
-                for one in report.shims
-            }
-        }
+        found = {}
+        for one in report.shims:
+            found[one.name] = {"state": one.state, "reason": one.reason, "seams": [*map(str, one.seams)]}
+        return {"shims": found}

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from contextlib import suppress
 from typing import Any
 
@@ -104,24 +105,21 @@ def become(request: dict[str, Any], module: bool) -> None:
         if not module:
             os.execvp(request["arguments"][0], request["arguments"])
         # As at the start of an interpreter: the folder, PYTHONPATH, site-packages.
-        old = os.path.dirname(os.path.abspath(__file__))
-        rest = [entry for entry in sys.path if entry and os.path.abspath(entry) != old]
+        own = os.path.dirname(os.path.abspath(__file__))
+        rest = [entry for entry in sys.path if entry and os.path.abspath(entry) != own]
         sys.path[:] = [os.getcwd(), *os.environ["PYTHONPATH"].split(os.pathsep), *rest]
         sys.argv = list(request["arguments"])
-        try:
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-            code = 0
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)
+        os._exit(code)  # the regular end of an interpreter that has imported torch takes half a second
 
 
 if __name__ == "__main__":

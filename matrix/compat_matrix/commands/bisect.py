@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from rich.console import Console
 
-from .. import gpus, runner
+from .. import runner
 from ..axes import load
 from ..cells import Cell, values_of
 from ..errors import MatrixError
@@ -21,7 +21,6 @@ from ..progress import Progress
 from ..results import CellResult
 from ..store import Store
 from ..words import plural
-from ..work import Job
 
 #: Run in a cell to get only the library's report on its shims.
 _REPORT = "import torch, transformers, kernel_compat_cell as cell; cell.pytest_sessionfinish()"
@@ -42,21 +41,18 @@ def run(options: argparse.Namespace) -> int:
     if bool(options.test) == bool(options.seam):
         raise MatrixError("either --test or --seam is needed")
     axes, axis, what = load(options.axes), options.axis, options.test or options.seam
-    selected = axes.select(options.only, options.cells, options.pairwise, options.shard)
-    cells = line(selected, axis, options.good, options.bad)
-
-    def job_of(job: Job) -> Job:
-        command = ["pytest", options.test] if options.test else ["python", "-c", _REPORT]
+    cells = line(axes.select(options.only, options.cells, options.pairwise, options.shard), axis)
+    command = ["pytest", options.test] if options.test else ["python", "-c", _REPORT]
+    jobs = {}
+    for value, job in zip(cells, jobs_of(options, axes, [*cells.values()], {}), strict=True):
         if options.test and job.tests.command[0] != "pytest":
             raise MatrixError(f"{job.cell} runs {job.tests.command[0]}, and --test needs pytest")
-        return replace(job, tests=job.tests.model_copy(update={"command": command}), known=())
-
+        jobs[value] = replace(job, tests=job.tests.model_copy(update={"command": command}), known=())
     with Store.open(options.store) as store:
-        jobs = dict(zip(cells, map(job_of, jobs_of(options, axes, [*cells.values()], {})), strict=True))
         run = new_run(options, store, axes, [], label=f"bisect {what}", partial=True)
 
         def ask(value: str) -> Answer:
-            executor = runner.Local(1, gpus.visible())
+            executor = runner.Local(1)
             with Progress(1, 1, Console(stderr=True)) as progress:
                 runner.execute(run, [jobs[value]], store, executor, progress)
             result = store.result(run, cells[value])
@@ -72,8 +68,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def line(cells: Sequence[Cell], axis: str, good: str | None, bad: str | None) -> dict[str, Cell]:
-    """The cells from the good value of an axis to the bad one, by value, oldest first. On other axes they must be the same."""
+def line(cells: Sequence[Cell], axis: str) -> dict[str, Cell]:
+    """The cells that have an axis of releases, by their values on it, oldest first. On other axes they must be the same."""
     releases = [name for name, values in values_of(cells).items() if values and all(map(is_release, values))]
     if axis not in releases:
         raise MatrixError(f"--axis is one of {', '.join(releases)}, not {axis!r}")
@@ -82,15 +78,9 @@ def line(cells: Sequence[Cell], axis: str, good: str | None, bad: str | None) ->
         values = list(dict.fromkeys(cell.axes.get(other, "none") for cell in cells if axis in cell.axes))
         if other != axis and len(values) > 1:
             raise MatrixError(f"several values of {other} are selected; choose one with --only: {', '.join(values)}")
-    every = sorted(found, key=release)
-    first, last = good or every[0], bad or every[-1]
-    for value in (first, last):
-        if value not in found:
-            raise MatrixError(f"{axis} {value} isn't selected; the selected values are {', '.join(every)}")
-    line = every[every.index(first) : every.index(last) + 1]
-    if len(line) < 2:
-        raise MatrixError(f"the good {axis} must be older than the bad one, and {first} isn't older than {last}")
-    return {value: found[value] for value in line}
+    if len(found) < 2:
+        raise MatrixError(f"a search needs two values of {axis} or more: only {', '.join(found)} is selected")
+    return {value: found[value] for value in sorted(found, key=release)}
 
 
 def search(values: Sequence[str], ask: Callable[[str], Answer]) -> list[str]:

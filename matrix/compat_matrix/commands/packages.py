@@ -17,15 +17,14 @@ def pin(options: argparse.Namespace) -> int:
     axes = load(options.axes)
     cells = axes.select(options.only, options.cells, options.pairwise, options.shard)
     found = pins.resolve_parts(axes, cells, latest=options.latest)
-    failed = 0
-    for name, part in sorted(found.items()):
-        if isinstance(part, pins.UvError):
-            print(f"{name}: {part}", file=sys.stderr)
-            failed += 1
+    failed = [part for part in found.values() if part.problem]
+    for part in sorted(found.values(), key=lambda part: part.name):
+        if part.problem:
+            print(f"{part.name}: {part.problem}", file=sys.stderr)
         else:
             pins.write(part, axes.pins)
-    print(f"{plural(len(found) - failed, 'part')} pinned in {axes.pins}")
-    return int(failed > 0)
+    print(f"{plural(len(found) - len(failed), 'part')} pinned in {axes.pins}")
+    return int(bool(failed))
 
 
 def fetch(options: argparse.Namespace) -> int:
@@ -36,7 +35,6 @@ def fetch(options: argparse.Namespace) -> int:
         axes,
         cells,
         options.folder,
-        pin_folder=axes.pins,
         latest=options.latest,
         without_torch=options.without_torch,
         runner=options.with_runner,
@@ -46,7 +44,7 @@ def fetch(options: argparse.Namespace) -> int:
     print(f"{options.folder}: {counts}, {size:.1f} MB")
     if options.parts is not None:
         try:
-            folder, count = split(options.folder, options.parts)
+            folder, count = split(options.folder, options.parts << 20)
         except (ValueError, OSError) as error:
             raise MatrixError(str(error)) from error
         print(f"{folder}: {plural(count, 'part')}")
