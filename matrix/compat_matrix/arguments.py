@@ -149,7 +149,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "check": Command("commands.check:run", "ask a service for its verdict on this environment", "service --json"),
+    "check": Command("matrix_client:run", "ask a service for its verdict on this environment", "service --json"),
     "list": Command("commands.cells:list_cells", "list the cells", f"{SELECTION} --excluded --json"),
     "pin": Command("commands.packages:pin", "resolve the cells and write their pins", f"{SELECTION} --latest"),
     "fetch": Command(
@@ -197,7 +197,7 @@ COMMANDS = {
         "serve the store over HTTP, and execute the runs that are submitted",
         f"--store --axes --host --port --root-path --read --ray --no-run {EXECUTOR} {ENVIRONMENTS} --execute",
     ),
-    "token": Command("commands.token:run", "manage the tokens of a service"),
+    "token": Command("service.tokens:run", "manage the tokens of a service"),
     "watch": Command(
         "commands.watch:run",
         "look for new releases, and run the cells that they affect",

@@ -113,7 +113,7 @@ def _addresses(made: service_demo.Demo) -> dict[str, str]:
         "grid-all": "/?flash_attention=all&python=all&only=transformers>=5.23",
         "grid-failed": "/?state=failed",
         "cell": "/cells/py312-tf5.23-torch2.15",
-        "cell-running": f"/cells/{submissions.running(made.queue.store)[0].cell}",
+        "cell-running": f"/cells/{submissions.running(made.store)[0].cell}",
         "cell-refused": "/cells/py312-tf5.23-torch2.15-fa2-cuda",
         "runs": "/runs",
         "run": f"/runs/{runs['new']}",

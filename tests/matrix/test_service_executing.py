@@ -22,7 +22,8 @@ from sqlalchemy import create_engine, select, text, update
 from compat_matrix.cells import parse
 from compat_matrix.results import CellResult
 from compat_matrix.service import executing
-from compat_matrix.service.submission import Queue, Submission
+from compat_matrix.service.site import Site
+from compat_matrix.service.submission import Submission
 from compat_matrix.store import Store, database, submissions
 from compat_matrix.store.models import RUN, SUBMISSION
 
@@ -290,12 +291,12 @@ def silent(store: Store, run: str, seconds: int) -> None:
 
 def test_two_services_never_execute_the_same_run(url: str, small: Small) -> None:
     with Store.open(url) as store:
-        queue = Queue(store, small.axes(MINORS))
-        run = queue.submit(Submission(all=True)).run
+        site = Site(store, small.axes(MINORS))
+        run = site.submit(Submission(all=True)).run
         assert taken(store, "one") == run
         assert taken(store, "other") is None
         assert taken(store, "one") == run, "its own claim, after its process has died"
-        second = queue.submit(Submission(only="transformers==5.0")).run
+        second = site.submit(Submission(only="transformers==5.0")).run
         assert taken(store, "other") == second
         silent(store, run, 29)
         assert taken(store, "other") == second
@@ -310,7 +311,7 @@ def test_two_services_never_execute_the_same_run(url: str, small: Small) -> None
 def test_a_run_that_ends_its_service_each_time_is_given_up(
     store: Store, small: Small, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Queue(store, small.axes(MINORS)).submit(Submission(all=True)).run
+    run = Site(store, small.axes(MINORS)).submit(Submission(all=True)).run
     assert [taken(store, "one") for _ in range(11)] == [run] * 10 + [None]
     assert store.run(run).state == "interrupted"
     assert "its execution began 10 times without a result" in caplog.text

@@ -28,7 +28,7 @@ from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.pages import report
 from compat_matrix.pages.ask import STATES
-from compat_matrix.pages.links import Links
+from compat_matrix.pages.render import Links
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import Settings
@@ -160,7 +160,7 @@ def test_the_pages_of_both_databases_are_the_same(url: str, tmp_path: Path) -> N
     with Store.open(url) as store:
         made = service_demo.fill(store, tmp_path)
         app = create_app(store, load(tmp_path / "axes.toml"), Settings())
-        running = submissions.running(made.queue.store)[0].cell
+        running = submissions.running(made.store)[0].cell
         with served(app) as address:
             for path, said in (
                 ("/", "3 of 87 tests are off"),
@@ -431,7 +431,7 @@ def test_the_name_in_the_header_is_the_projects(demo: tuple[Get, service_demo.De
 
 def test_a_cell_that_is_running(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, made, _ = demo
-    running = submissions.running(made.queue.store)[0]
+    running = submissions.running(made.store)[0]
     page = _page(get(f"/cells/{running.cell}"))
     assert f"running in {running.run}, since {running.since:%Y-%m-%d %H:%M} UTC" in " ".join(page.text.split())
     part = get(f"/cells/{running.cell}?live=1")
@@ -730,7 +730,7 @@ def test_the_status(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     assert f"{made.runs['running']} " in text
     assert " h200-4 " in text
     assert [(one["max"], one["value"]) for one in page.all("progress")] == [("18", "1")]
-    for one in submissions.running(made.queue.store):
+    for one in submissions.running(made.store):
         assert one.cell.name in text
         assert f"/runs/{one.run}" in page.links
 

@@ -36,7 +36,7 @@ from compat_matrix.results import CellResult
 from compat_matrix.service import tokens
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import HEADERS, Settings
-from compat_matrix.service.submission import Queue, Submission
+from compat_matrix.service.submission import Submission
 from compat_matrix.store import Store
 from compat_matrix.store.models import TOKEN, metadata
 
@@ -65,7 +65,6 @@ class Target:
     def __init__(self, store: Store, axes: Axes, settings: Settings) -> None:
         self.store = store
         self.app = create_app(store, axes, settings)
-        self.queue: Queue = self.app.state.site.queue
         self.tokens = {
             "submit": tokens.add(store, "submit", ["submit"]),
             "read": tokens.add(store, "read", ["read"]),
@@ -81,7 +80,7 @@ class Target:
                 store.add(run, odd(passed(parse(name)) if name != CELLS[0] or label else failed(parse(name))))
             store.finish(run, "finished")
         self.run = run
-        self.queue.submit(Submission(all=True))
+        self.app.state.site.submit(Submission(all=True))
 
     def ready(self, path: str) -> str:
         """The id of a run for which the operation is allowed."""

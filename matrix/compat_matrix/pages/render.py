@@ -1,11 +1,16 @@
-"""The templates, and what they have in common."""
+"""The templates, the addresses in them, and the files that they load."""
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Mapping
 from functools import cache, lru_cache
+from hashlib import sha256
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import tomli
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -18,10 +23,56 @@ from ..views import common
 from ..words import plural
 from . import ask
 from .grid import entry
-from .links import Links
 
 #: The name in the header for a project that has none.
 NAME = "kernel-compat-matrix"
+
+_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+
+
+class Links:
+    """The addresses of pages: those of a service, below the path of a proxy; or the files of a report, below the way to its folder.
+
+    Args:
+        report: the file of each address; None for a service.
+    """
+
+    def __init__(self, root: str = "", report: Mapping[str, str] | None = None) -> None:
+        self.root, self._report = root.rstrip("/") if report is None else root, report
+
+    @property
+    def live(self) -> bool:
+        """Whether a service answers, which updates pages and takes forms."""
+        return self._report is None
+
+    def __call__(self, /, *path: str, **query: object) -> str:
+        """The address of a page by the parts of its path and its query without empty values; empty if a report lacks it."""
+        given = urlencode({name: value for name, value in query.items() if value})
+        address = "/" + "/".join(quote(part, safe="") for part in path) + (f"?{given}" if given else "")
+        if self._report is None:
+            return self.root + address
+        return self.root + self._report[address] if address in self._report else ""
+
+    def static(self, name: str) -> str:
+        """A file of the templates. The address changes with its content, so that clients may keep it forever."""
+        if self._report is not None:
+            return self.root + name
+        return f"{self.root}/static/{name}?v={sha256(static_files()[name][0]).hexdigest()[:12]}"
+
+
+def file_name(begin: str, name: str) -> str:
+    """The name of a file; whatever a store of unknown origin has in a name, it stays in the folder."""
+    return begin + re.sub(r"[^\w.+=-]", "_", name, flags=re.ASCII) + ".html"
+
+
+@cache
+def static_files() -> dict[str, tuple[bytes, str]]:
+    """The files that templates load, and their types, by name."""
+    return {
+        file.name: (file.read_bytes(), _TYPES[kind])
+        for file in files("compat_matrix").joinpath("pages/static").iterdir()
+        if (kind := file.name.rpartition(".")[2]) in _TYPES
+    }
 
 
 def project_name(axes: Axes | None) -> str:
@@ -50,7 +101,9 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
-        finalize=_fit,
+        finalize=lambda value: (
+            common.clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+        ),
     )
     made.filters |= {one.__name__: one for one in (common.moment, common.duration, common.counted, plural)}
     made.filters["shell"] = shlex.join
@@ -66,7 +119,3 @@ def _label(cell: Cell) -> str:
     """The axes of a cell that the title of its grid hasn't."""
     shared = ("python", "flash_attention", "device")
     return ", ".join(f"{axis} {value}" for axis, value in cell.axes.items() if axis not in shared)
-
-
-def _fit(value: Any) -> Any:
-    return common.clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -20,8 +20,7 @@ from ..views import architectures, common
 from ..views.verdicts import ORDER, Tested, in_order
 from . import ask, grid, runs, seams
 from . import cell as cell_page
-from .links import Links, file_name, static_files
-from .render import NAME, project_name, render
+from .render import NAME, Links, file_name, project_name, render, static_files
 
 #: The file that marks a folder as a report and lists its files.
 MANIFEST = ".kernel-compat-matrix-report"

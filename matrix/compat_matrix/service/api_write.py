@@ -79,7 +79,7 @@ async def submit(request: Request) -> Submitted | Merged:
     except ValidationError as error:
         found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
         raise RequestValidationError(found) from None
-    submitted: Submitted = await run_in_threadpool(request.app.state.site.queue.submit, wanted)
+    submitted: Submitted = await run_in_threadpool(request.app.state.site.submit, wanted)
     return submitted
 
 
@@ -92,7 +92,7 @@ def cancel(request: Request, run: Known) -> None:
 @router.post("/runs/{run}/retry", status_code=202, responses=_answers(404, 409))
 def retry(request: Request, run: Known) -> Submitted:
     """Run the failed and the unfinished cells of a run again. 409: it hasn't ended, or has none."""
-    submitted: Submitted = request.app.state.site.queue.retry(run)
+    submitted: Submitted = request.app.state.site.retry(run)
     return submitted
 
 

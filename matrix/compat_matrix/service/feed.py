@@ -12,8 +12,7 @@ from typing import Any
 from sqlalchemy import Select, func, select
 
 from ..cells import Cell
-from ..pages.links import Links
-from ..pages.render import environment
+from ..pages.render import Links, environment
 from ..store import Past, Store
 from ..store import queries as stored
 from ..store.documents import NEWS, kept

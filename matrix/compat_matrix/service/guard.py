@@ -28,8 +28,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import MatrixError
-from ..pages.links import Links
-from ..pages.render import render
+from ..pages.render import Links, render
 from ..store import Store
 from ..store.submissions import StateError
 from ..views.common import clean

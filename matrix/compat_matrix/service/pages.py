@@ -19,8 +19,7 @@ from ..errors import MatrixError
 from ..expressions import Expression
 from ..pages import ask, grid, runs, seams
 from ..pages import cell as cell_page
-from ..pages.links import Links, static_files
-from ..pages.render import render
+from ..pages.render import Links, render, static_files
 from ..store import Newest, submissions
 from ..views import architectures, common, explain
 from ..views.verdicts import judge
@@ -137,7 +136,7 @@ def _runs(request: Request, site: Site, submitted: Mapping[str, str] = {}, refus
         totals=site.store.totals(one.id for one in found[:_RUNS]),
         more=len(found) > _RUNS,
         before=before,
-        suites=site.queue.suites,
+        suites=site.suites,
         submitted={"only": "", "suite": "default", "label": "", "all": ""} | dict(submitted),
         refused=refused,
     )
@@ -154,7 +153,7 @@ async def submit(request: Request) -> Response:
     form = {name: found.get(name, "").strip() for name in ("only", "suite", "label", "all")}
     try:
         given = Submission(only=form["only"] or None, suite=form["suite"], label=form["label"], all=bool(form["all"]))
-        made = await run_in_threadpool(site.queue.submit, given)
+        made = await run_in_threadpool(site.submit, given)
     except ValidationError as error:
         refused = "; ".join(f"{one['loc'][0]}: {one['msg']}" for one in error.errors())
     except MatrixError as error:
@@ -193,7 +192,7 @@ def the_run(request: Request, site: Current, name: str) -> Response:
     if _live(request) and not going:
         return Response(headers={"HX-Refresh": "true"})
     earlier = site.runs(runs.SEARCHED, run.id, partial=False)
-    can = "cancel" if going else "retry" if site.queue.axes is not None else ""
+    can = "cancel" if going else "retry" if site.suites else ""
     values = runs.of_one(site.store, run, earlier, submissions.running(site.store, run.id), can)
     return _shown(request, "run", **values | ({} if going else {"part": ""}))
 
