@@ -111,13 +111,10 @@ class _CellPage(_Page, _WithOwn):
 
     def matching(self, site: Site, cells: Sequence[tuple[Cell, str, Summary]]) -> Response:
         """The page of those cells that have the requested values."""
-        axes = self.model_dump(include={*AXES}, exclude_none=True) | self.own(site)
-        result = self.model_dump(include={"state", "kind"}, exclude_none=True).items()
-
-        def fits(cell: Cell, summary: Summary) -> bool:
-            return axes.items() <= cell.axes.items() and all(getattr(summary, name) == value for name, value in result)
-
-        return self.page([one for one in cells if fits(one[0], one[2])])
+        self.own(site)
+        wanted = self.model_dump(exclude={"limit", "cursor"}, exclude_none=True).items()
+        known = ({**cell.axes, "state": summary.state, "kind": summary.kind} for cell, _, summary in cells)
+        return self.page([one for one, values in zip(cells, known, strict=True) if wanted <= values.items()])
 
 
 class _RunPage(_Asked):

@@ -45,16 +45,6 @@ _bearer = HTTPBearer(auto_error=False, description="a token of `kernel-compat-ma
 router = APIRouter(tags=["writing"], dependencies=[Depends(_bearer)])
 RunId = Annotated[str, PathParameter(pattern=r"^[A-Za-z0-9-]{1,40}$", description="The id of a run.")]
 
-
-def _known(request: Request, run: RunId) -> str:
-    """The id of a run that there is."""
-    if not request.app.state.site.runs(1, name=run):
-        raise HTTPException(404, f"there is no run {run}")
-    return run
-
-
-Known = Annotated[str, Depends(_known)]
-
 _BODIES = {
     "application/json": {"schema": Submission.model_json_schema()},
     STORE: {"schema": {"type": "string", "format": "binary"}},
@@ -84,20 +74,20 @@ async def submit(request: Request) -> Submitted | Merged:
 
 
 @router.post("/runs/{run}/cancel", status_code=204, responses=_answers(404, 409))
-def cancel(request: Request, run: Known) -> None:
+def cancel(request: Request, run: RunId) -> None:
     """Interrupt a run; its finished cells stay. 409: it has ended."""
     submissions.cancel(request.app.state.site.store, run)
 
 
 @router.post("/runs/{run}/retry", status_code=202, responses=_answers(404, 409))
-def retry(request: Request, run: Known) -> Submitted:
+def retry(request: Request, run: RunId) -> Submitted:
     """Run the failed and the unfinished cells of a run again. 409: it hasn't ended, or has none."""
     submitted: Submitted = request.app.state.site.retry(run)
     return submitted
 
 
 @router.delete("/runs/{run}", status_code=204, responses=_answers(404, 409))
-def delete(request: Request, run: Known) -> None:
+def delete(request: Request, run: RunId) -> None:
     """Delete a run with its results. 409: it hasn't ended."""
     removal.delete_runs(request.app.state.site.store, [run])
 

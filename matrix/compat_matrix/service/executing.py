@@ -150,13 +150,6 @@ def _execute(store: Store, claim: str, options: argparse.Namespace, row: Row[Any
         KeyboardInterrupt: the service has ended.
     """
     own = and_(SUBMISSION.c.run_id == row.run_id, SUBMISSION.c.claim == claim)
-
-    def release(**values: object) -> None:
-        """Let the run wait for a service again, if it wasn't cancelled."""
-        free = {"claim": None, "seen": None, "host": "", "running": "{}"}
-        with store.writing() as connection:
-            connection.execute(update(SUBMISSION).where(own).values({**free, **values}))
-
     progress = Progress(0, 0, Console(quiet=True))
     try:
         with beside(lambda over: _beat(store, own, progress, over), "beat"):
@@ -169,14 +162,14 @@ def _execute(store: Store, claim: str, options: argparse.Namespace, row: Row[Any
                 return
             executor = executor_of(options, options.ray is not None)
             runner.execute(row.name, jobs, store, executor, progress, patience=_PATIENCE, finish=False)
-    except _Stopped:
-        release(tries=0)
+    except (_Stopped, Exception) as error:  # let it wait for a service again, if it wasn't cancelled
+        why = {"tries": 0} if isinstance(error, _Stopped) else {"reason": str(error)}
+        free = {"claim": None, "seen": None, "host": "", "running": "{}", **why}
+        with store.writing() as connection:
+            connection.execute(update(SUBMISSION).where(own).values(free))
         raise
     except KeyboardInterrupt:
         return
-    except Exception as error:
-        release(reason=str(error))
-        raise
     with store.writing() as connection:  # one transaction: a run that is finished can be retried and deleted
         if connection.execute(delete(SUBMISSION).where(own)).rowcount:
             ended = {"state": "finished", "finished": datetime.now(timezone.utc)}

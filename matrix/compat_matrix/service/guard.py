@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import MatrixError
+from ..errors import MatrixError, NotFoundError
 from ..pages.render import Links, render
 from ..store import Store
 from ..store.submissions import StateError
@@ -193,7 +193,7 @@ def _reason(request: Request, error: Exception) -> tuple[int, str | list[dict[st
     if isinstance(error, MatrixError) and cause is None:
         internal = f"the store {request.app.state.site.store.name}"
         said = str(error).replace(internal, "the store").removeprefix("the store: ")
-        return 409 if isinstance(error, StateError) else 422, said, None
+        return {StateError: 409, NotFoundError: 404}.get(type(error), 422), said, None
     # The database is gone or broken, unless it is a mistake in a statement.
     if cause is not None and not isinstance(cause, (IntegrityError, ProgrammingError)):
         return 503, "the database doesn't answer", {"retry-after": "5"}

@@ -20,11 +20,11 @@ from ..expressions import Expression
 from ..pages import ask, grid, runs, seams
 from ..pages import cell as cell_page
 from ..pages.render import Links, render, static_files
-from ..store import Newest, submissions
+from ..store import submissions
 from ..views import architectures, common, explain
 from ..views.verdicts import judge
 from . import api_write
-from .api_write import Known
+from .api_write import RunId
 from .guard import body
 from .site import Current, Site, current
 from .submission import Submission
@@ -62,20 +62,19 @@ def _live(request: Request) -> bool:
 def the_home(request: Request, site: Current) -> Response:
     """The question, its answer and the grid."""
     given = [(name, value) for name, value in request.query_params.multi_items() if value and name != "live"]
-    own, store, newest = site.own_axes(), site.store, list[Newest]()
+    own, store = site.own_axes(), site.store
     chosen = ask.read(given, own)
     asked = ask.asked(chosen, own)
     run = site.run(chosen["run"]) if chosen["run"] else None
     if run and run.id != chosen["run"]:
         return RedirectResponse(_links(request)(**{**chosen, "run": run.id}))
-    running = [one.cell for one in submissions.running(store) if not run or one.run == run.id]
+    running = {one.cell for one in submissions.running(store, run and run.id)}
+    newest = [] if run else store.newest()
     if run:
         entries = grid.of_run(run, store.summary(run.id), running)
     else:
-        newest = store.newest()
-        served = {cell: grid.entry(None, excluded=why) for cell, why in site.served.items()}
-        now = {*running}
-        entries = served | {one.cell: grid.entry(one.past, one.cell in now) for one in newest}
+        entries = {cell: grid.entry(None, excluded=why) for cell, why in site.served.items()}
+        entries |= {one.cell: grid.entry(one.past, one.cell in running) for one in newest}
     answer = judge(store, asked, newest or None) if asked and not _live(request) else None
     if chosen["only"]:
         condition = Expression(chosen["only"], values_of(entries))
@@ -137,7 +136,7 @@ def _runs(request: Request, site: Site, submitted: Mapping[str, str] = {}, refus
         more=len(found) > _RUNS,
         before=before,
         suites=site.suites,
-        submitted={"only": "", "suite": "default", "label": "", "all": ""} | dict(submitted),
+        submitted={"only": "", "suite": "default", "label": "", "all": "", **submitted},
         refused=refused,
     )
 
@@ -145,15 +144,13 @@ def _runs(request: Request, site: Site, submitted: Mapping[str, str] = {}, refus
 @router.post("/runs")
 async def submit(request: Request) -> Response:
     """Submit a run, and go to its page; what is refused is kept in the form and explained."""
+    site: Site = request.app.state.site
     try:
-        found = dict(parse_qsl((await body(request)).decode(), keep_blank_values=True, max_num_fields=50))
+        form = dict(parse_qsl((await body(request)).decode(), max_num_fields=50))  # without empty fields
     except ValueError:
         raise HTTPException(400, "This isn't a form of this service.") from None
-    site: Site = request.app.state.site
-    form = {name: found.get(name, "").strip() for name in ("only", "suite", "label", "all")}
     try:
-        given = Submission(only=form["only"] or None, suite=form["suite"], label=form["label"], all=bool(form["all"]))
-        made = await run_in_threadpool(site.submit, given)
+        made = await run_in_threadpool(site.submit, Submission.model_validate(form | {"all": "all" in form}))
     except ValidationError as error:
         refused = "; ".join(f"{one['loc'][0]}: {one['msg']}" for one in error.errors())
     except MatrixError as error:
@@ -166,14 +163,14 @@ async def submit(request: Request) -> Response:
 
 
 @router.post("/runs/{run}/cancel")
-def cancel(request: Request, run: Known) -> Response:
+def cancel(request: Request, run: RunId) -> Response:
     """Interrupt a run."""
     api_write.cancel(request, run)
     return RedirectResponse(_links(request)("runs", run), 303)
 
 
 @router.post("/runs/{run}/retry")
-def retry(request: Request, run: Known) -> Response:
+def retry(request: Request, run: RunId) -> Response:
     """Run the failed and the unfinished cells of a run again."""
     api_write.retry(request, run)
     return RedirectResponse(_links(request)("runs", run), 303)
@@ -254,11 +251,9 @@ def _kind(schema: Mapping[str, Any]) -> str:
 
 
 @router.get("/static/{name}")
-async def a_file(request: Request, name: str) -> Response:
-    """A static file; cached for a year if the address has its current version."""
+async def a_file(name: str) -> Response:
+    """A static file, which clients may keep: the addresses in pages change with its content."""
     if name not in static_files():
         raise HTTPException(404, "There is no such file.")
     body, kind = static_files()[name]
-    named = request.query_params.get("v") == _links(request).static(name).rpartition("=")[2]
-    kept = "public, max-age=31536000, immutable" if named else "no-cache"
-    return Response(body, media_type=kind, headers={"cache-control": kept})
+    return Response(body, media_type=kind, headers={"cache-control": "public, max-age=31536000, immutable"})

@@ -58,15 +58,8 @@ class Site:
 
     def run(self, name: str) -> Run:
         """The run with this id, or else the one that `Store.resolve` finds."""
-        if found := self.runs(1, name=name):
-            return found[0]
-        try:
-            return self.store.run(self.store.resolve(name))
-        except MatrixError as error:
-            if error.__cause__ is not None:  # the database doesn't answer
-                raise
-        said = f"There is no run {one_line(name, 100)!r}: a run has an id, a label, or is latest or latest~1."
-        raise HTTPException(404, said)
+        found = self.runs(1, name=name)
+        return found[0] if found else self.store.run(self.store.resolve(name))
 
     def cell(self, name: str) -> Cell:
         """The cell of this name in the store or in the axes."""
@@ -96,7 +89,8 @@ class Site:
         """The project's own axes, each with one of its values."""
         with self.store.reading() as connection:
             texts = connection.scalars(select(CELL.c.extra).distinct()).all()
-        return {axis: value for text in texts for axis, value in parse_own(text)} | ask.own_axes(self.served)
+        planned = {axis: value for text in texts for axis, value in parse_own(text)}
+        return planned | ask.own_axes(self.served)
 
     def runs(self, limit: int, after: str = "", **where: str | bool | None) -> Sequence[Run]:
         """Runs with these values, newest first, after the run of a name."""
