@@ -168,8 +168,7 @@ def _ask(url: str, question: Mapping[str, str], timeout: float) -> ServiceAnswer
         found = json.loads(body)
     except ValueError:
         found = None
-    if not isinstance(found, dict):
-        found = {}
+    found = found if isinstance(found, dict) else {}
     if status != 200:
         detail = found.get("detail", "")
         said = detail if isinstance(detail, str) else "; ".join(line(one.get("msg")) for one in _objects(detail))

@@ -264,14 +264,6 @@ def test_who_asks_for_a_page_gets_one(api: Api, monkeypatch: pytest.MonkeyPatch)
         assert api.ask("GET", f"/api/v1{path}", "wrong").headers["content-type"] == "application/json"
 
 
-def test_json_that_does_not_say_so(api: Api) -> None:
-    found = api.ask("POST", "/api/v1/runs", data=b"{}")
-    assert (found.status_code, found.json()) == (
-        422,
-        {"detail": "the request needs the header Content-Type: application/json, or application/vnd.sqlite3"},
-    )
-
-
 # The forms of the pages.
 
 SAME = {"sec-fetch-site": "same-origin"}

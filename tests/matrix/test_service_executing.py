@@ -354,7 +354,7 @@ def test_a_service_says_what_is_wrong_and_what_is_next(small: Small) -> None:
     assert process.stdout is not None
     first, second = process.stdout.readline(), process.stdout.readline()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+ serves matrix\.sqlite\n", first)
-    assert "`kernel-compat-matrix token add NAME --scope submit` creates one" in second
+    assert "`kernel-compat-matrix token add NAME --scope submit` creates a token for writing" in second
     process.terminate()
     assert process.wait(60) == 0
     assert (small.folder / "matrix.sqlite").exists()

@@ -38,24 +38,20 @@ class Links:
     """
 
     def __init__(self, root: str = "", report: Mapping[str, str] | None = None) -> None:
-        self.root, self._report = root.rstrip("/") if report is None else root, report
-
-    @property
-    def live(self) -> bool:
-        """Whether a service answers, which updates pages and takes forms."""
-        return self._report is None
+        self.live = report is None  # a service answers, which updates pages and takes forms
+        self.root, self._report = root.rstrip("/") if self.live else root, report or {}
 
     def __call__(self, /, *path: str, **query: object) -> str:
         """The address of a page by the parts of its path and its query without empty values; empty if a report lacks it."""
         given = urlencode({name: value for name, value in query.items() if value})
         address = "/" + "/".join(quote(part, safe="") for part in path) + (f"?{given}" if given else "")
-        if self._report is None:
+        if self.live:
             return self.root + address
         return self.root + self._report[address] if address in self._report else ""
 
     def static(self, name: str) -> str:
         """A file of the templates. The address changes with its content, so that clients may keep it forever."""
-        if self._report is not None:
+        if not self.live:
             return self.root + name
         return f"{self.root}/static/{name}?v={sha256(static_files()[name][0]).hexdigest()[:12]}"
 

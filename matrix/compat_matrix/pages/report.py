@@ -131,19 +131,19 @@ class _Report:
 
     def _home(self, filters: Mapping[str, str]) -> dict[str, Any]:
         fixed = {"fields": ask.fields(self.own), "answer": None, "run": None, "active": False}
-        return grid.home(filters, {}, self.entries) | runs.newest(self.runs) | fixed
+        return grid.home(filters, {}, self.entries) | {"newest": next(iter(self.runs), None), **fixed}
 
     def _others(self) -> Iterator[_Page]:
         store, address = self.store, self.address
         totals = store.totals(one.id for one in self.runs)
         values: Callable[[], Mapping[str, Any]] = partial(dict, runs=self.runs, totals=totals, more=False, before="")
         yield _Page("runs.html", "runs.html", [address("runs")], values)
-        for number, run in enumerate(self.runs):
-            values = partial(runs.of_one, store, run, self.runs[number + 1 :])
+        for run in self.runs:
+            values = partial(runs.of_one, store, run)
             yield _Page(file_name("runs/", run.id), "run.html", [address("runs", run.id)], values)
         two = runs.last_two(store, self.runs)
-        between = [address("runs", f"{two[0].id}...{two[1].id}")] if two else []
-        yield _Page("diff.html", "diff.html", [address("diff"), *between], partial(runs.changes, store, two))
+        own = [address("diff", new=two[1].id)] if two else []
+        yield _Page("diff.html", "diff.html", [address("diff"), *own], partial(runs.changes, store, two))
         for number, (name, shown) in enumerate(seams.values(store).items()):
             if name:
                 file = file_name("seams-", name) if number else "seams.html"

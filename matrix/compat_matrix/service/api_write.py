@@ -15,7 +15,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 
 from ..errors import MatrixError
 from ..store import Store, removal, submissions
@@ -62,8 +61,6 @@ async def submit(request: Request) -> Submitted | Merged:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == STORE:
         return await _merge(request)
-    if kind != "application/json":
-        raise HTTPException(422, f"the request needs the header Content-Type: application/json, or {STORE}")
     try:
         wanted = Submission.model_validate_json(await body(request))
     except ValidationError as error:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -79,7 +78,7 @@ def the_home(request: Request, site: Current) -> Response:
     if chosen["only"]:
         condition = Expression(chosen["only"], values_of(entries))
         entries = {cell: one for cell, one in entries.items() if condition(cell)}
-    values = grid.home(chosen, asked, entries) | runs.newest(site.runs(runs.SEARCHED, partial=False))
+    values = grid.home(chosen, asked, entries) | {"newest": next(iter(site.runs(1, partial=False)), None)}
     values |= {"fields": ask.fields(own), "answer": answer, "run": run, "active": bool(running)}
     return _shown(request, "home", **values)
 
@@ -90,18 +89,6 @@ class _Asked(BaseModel):
     run: str = ""
     attempt: int | None = Field(None, ge=1, lt=10**9)
     live: str = ""
-
-
-@router.get("/cells/{name:path}/log")
-def the_log(site: Current, name: str, asked: Annotated[_Asked, Query()]) -> Response:
-    """The log of a result, as plain text."""
-    cell, past = site.result(name, asked.run, asked.attempt)
-    file = re.sub(r"[^A-Za-z0-9.-]", "_", f"{cell.name}-{past.run.id}.txt")
-    headers = {
-        "content-security-policy": "default-src 'none'; sandbox; frame-ancestors 'none'",
-        "content-disposition": f'inline; filename="{file}"',
-    }
-    return StreamingResponse(site.log(cell, past), media_type="text/plain; charset=utf-8", headers=headers)
 
 
 @router.get("/cells/{name:path}")
@@ -178,30 +165,25 @@ def retry(request: Request, run: RunId) -> Response:
 
 @router.get("/runs/{name:path}")
 def the_run(request: Request, site: Current, name: str) -> Response:
-    """The page of a run, or the comparison of two at ``OLD...NEW``."""
-    old, dots, new = name.partition("...")
-    if dots:
-        return the_diff(request, site, old, new)
+    """The page of a run."""
     run = site.run(name)
     if run.id != name:
         return RedirectResponse(_links(request)("runs", run.id))
     going = run.state == "running"
     if _live(request) and not going:
         return Response(headers={"HX-Refresh": "true"})
-    earlier = site.runs(runs.SEARCHED, run.id, partial=False)
     can = "cancel" if going else "retry" if site.suites else ""
-    values = runs.of_one(site.store, run, earlier, submissions.running(site.store, run.id), can)
+    values = runs.of_one(site.store, run, submissions.running(site.store, run.id), can)
     return _shown(request, "run", **values | ({} if going else {"part": ""}))
 
 
 @router.get("/diff")
 def the_diff(request: Request, site: Current, old: str = "", new: str = "") -> Response:
-    """The comparison of two runs; of the last two by default."""
-    if bool(old) != bool(new):
-        raise HTTPException(422, "Two runs are compared, by their ids or labels: one is missing.")
-    two = (site.run(old), site.run(new)) if old else None
+    """The comparison of two runs: of the latest, if no new one is given, with the one before it, if no old one is given."""
+    run = site.run(new or "latest") if old or new else None
+    earlier = site.runs(runs.SEARCHED, run.id if run else "", partial=False)
+    two = (site.run(old), run) if old and run else runs.last_two(site.store, [run, *earlier] if run else earlier)
     listed = dict.fromkeys([*site.runs(_RUNS), *(two or ())])
-    two = two or runs.last_two(site.store, site.runs(runs.SEARCHED, partial=False))
     return _shown(request, "diff", **runs.changes(site.store, two), runs=[*listed])
 
 
