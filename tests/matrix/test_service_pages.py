@@ -579,7 +579,8 @@ def test_text_of_results_is_text(store: Store, get: Get) -> None:
     for link in _page(get("/?flash_attention=all")).links:
         if link.startswith("/cells/"):
             assert get(link).status_code == 200, link
-    log = get(LOG.format(new, name))
+    store.add(new, dataclasses.replace(passed(OLD[0]), log=HOSTILE))
+    log = get(LOG.format(new, OLD[0]))
     assert log.text == common.clean(HOSTILE)
     assert log.headers["content-type"] == "text/plain; charset=utf-8"
     assert log.headers["x-content-type-options"] == "nosniff"

@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.exceptions import HTTPException
 
-from ..cells import WORD, Cell
+from ..cells import NAME, WORD, Cell
 from ..errors import MatrixError
 from ..pages.render import environment
 from ..results import ENDED, Kind
@@ -49,7 +49,7 @@ Device = Literal["cpu", "cuda"]
 _RUN = "A run's id or its beginning, its label, latest or latest~1."
 RunName = Annotated[str, Field(min_length=1, max_length=100, description=_RUN)]
 RunPath = Annotated[str, Path(min_length=1, max_length=100, description=_RUN)]
-CellPath = Annotated[str, Path(description="As py312-tf5.23-torch2.15-fa4-cuda.")]
+CellPath = Annotated[str, Path(pattern=f"^{NAME}$", description="As py312-tf5.23-torch2.15-fa4-cuda.")]
 AxisPath = Annotated[str, Path(pattern=f"^{WORD}$", description="The name of an axis, such as transformers.")]
 BadgeValue = Annotated[str, Path(pattern=r"^[a-z0-9._]{1,40}$", description="As in the names of cells.")]
 
@@ -184,7 +184,7 @@ def result(site: Current, run: RunPath, cell: CellPath, asked: Annotated[_Attemp
     return _json(Result.of(site.store.result(past.run.id, wanted, past.summary.attempt, log=False), past.run.id))
 
 
-@router.get("/runs/{run}/cells/{cell:path}/log", **_of("text/plain"))
+@router.get("/runs/{run}/cells/{cell}/log", **_of("text/plain"))
 def log(site: Current, run: RunPath, cell: CellPath, asked: Annotated[_Attempt, Query()]) -> Response:
     """The output of a cell, without terminal control sequences."""
     return StreamingResponse(site.log(*site.result(cell, run, asked.attempt)), media_type="text/plain")

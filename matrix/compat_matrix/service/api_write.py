@@ -21,11 +21,8 @@ from ..store import Store, removal, submissions
 from ..views.facts import Error
 from ..views.runs import copied
 from .executing import NICE
-from .guard import body, pieces
+from .guard import STORE
 from .submission import Submission, Submitted
-
-#: The media type of a store as a file.
-STORE = "application/vnd.sqlite3"
 
 
 class Merged(BaseModel):
@@ -58,11 +55,10 @@ _BODIES = {
 )
 async def submit(request: Request) -> Submitted | Merged:
     """Create a run of cells of the served axes, or copy the runs of a store that was written by `run --export`."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == STORE:
+    if request.headers.get("content-type") == STORE:
         return await _merge(request)
     try:
-        wanted = Submission.model_validate_json(await body(request))
+        wanted = Submission.model_validate_json(await request.body())
     except ValidationError as error:
         found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
         raise RequestValidationError(found) from None
@@ -95,7 +91,7 @@ async def _merge(request: Request) -> Merged:
     with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as folder:
         path = Path(folder) / "upload.sqlite"
         async with await anyio.open_file(path, "wb") as file:
-            async for piece in pieces(request, state.settings.upload_bytes):
+            async for piece in request.stream():
                 await file.write(piece)
         copied = await anyio.to_process.run_sync(_copied, state.site.store.url, str(path), limiter=state.merging)
     return Merged(merged=copied)

@@ -43,7 +43,6 @@ def create_app(
         openapi_url="/api/v1/openapi.json",
     )
     app.state.merging = CapacityLimiter(1)  # SQLite has one writer
-    app.state.settings = settings
     app.state.site = Site(store, axes, options, runs=settings.runs)
     for error in (HTTPException, RequestValidationError):  # `Guard` handles the others
         app.add_exception_handler(error, refuse)

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 import zlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -44,6 +44,9 @@ HEADERS = {
     "referrer-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
+
+#: The media type of a store as a file.
+STORE = "application/vnd.sqlite3"
 
 #: The largest request except a store, in bytes.
 REQUEST_BYTES = 2**20
@@ -106,10 +109,13 @@ class Guard:
         headers = request.headers
         reading = request.method in ("GET", "OPTIONS")
         form = not (reading or _of_api(request))
-        if "transfer-encoding" in headers and "content-length" in headers:
-            # A proxy may disagree with this server on where the body ends.
-            said = "the request has both Content-Length and Transfer-Encoding"
-            raise HTTPException(400, said, {"connection": "close"})
+        if "transfer-encoding" in headers:  # a proxy may disagree with this server on where the body ends
+            said = "the request has Transfer-Encoding: it needs Content-Length instead"
+            raise HTTPException(400, said, {"connection": "close"} if "content-length" in headers else None)
+        upload = _of_api(request) and headers.get("content-type") == STORE
+        most = self._settings.upload_bytes if upload else REQUEST_BYTES
+        if int(headers.get("content-length", "0")) > most:
+            raise HTTPException(413, f"more than {most} bytes")
         if form and not _same_origin(headers):  # a browser sends the password with forms of other sites, too
             said = "this form was sent by another site, or by something that isn't a browser: use the API"
             raise HTTPException(403, said)
@@ -135,28 +141,6 @@ class Guard:
         if not self._limiter.hit(limit, what, who):
             wait = max(1, round(self._limiter.get_window_stats(limit, what, who).reset_time - time.time()))
             raise HTTPException(429, f"too many {what}: wait {wait} s", {"retry-after": str(wait)})
-
-
-async def pieces(request: Request, most: int = REQUEST_BYTES) -> AsyncIterator[bytes]:
-    """The body of a request as it arrives.
-
-    Raises:
-        HTTPException: 413, it has more bytes, whatever Content-Length says.
-    """
-    too_large = HTTPException(413, f"more than {most} bytes")
-    if int(request.headers.get("content-length", "0")) > most:
-        raise too_large
-    left = most
-    async for piece in request.stream():
-        left -= len(piece)
-        if left < 0:
-            raise too_large
-        yield piece
-
-
-async def body(request: Request) -> bytes:
-    """The body of a request of at most `REQUEST_BYTES`."""
-    return b"".join([piece async for piece in pieces(request)])
 
 
 def refuse(request: Request, error: Exception) -> Response:

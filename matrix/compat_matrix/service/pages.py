@@ -24,7 +24,6 @@ from ..views import architectures, common, explain
 from ..views.verdicts import judge
 from . import api_write
 from .api_write import RunId
-from .guard import body
 from .site import Current, Site, current
 from .submission import Submission
 
@@ -133,7 +132,7 @@ async def submit(request: Request) -> Response:
     """Submit a run, and go to its page; what is refused is kept in the form and explained."""
     site: Site = request.app.state.site
     try:
-        form = dict(parse_qsl((await body(request)).decode(), max_num_fields=50))  # without empty fields
+        form = dict(parse_qsl((await request.body()).decode(), max_num_fields=50))  # without empty fields
     except ValueError:
         raise HTTPException(400, "This isn't a form of this service.") from None
     try:
