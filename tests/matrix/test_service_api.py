@@ -301,7 +301,7 @@ def test_a_form_that_is_refused_is_kept_and_explained(api: Api) -> None:
     for form, said in (
         ({"only": "torch==9 <b>", "suite": "default", "label": "x"}, "torch==9 &lt;b&gt;"),
         ({"only": "torch==9", "suite": "default", "label": "x"}, "no cell of axes.toml matches"),
-        ({"suite": "default", "label": "x"}, "no cells are selected"),
+        ({"suite": "default", "label": "x"}, "select cells, or else"),
         ({"all": "yes", "suite": "other"}, "not &#39;other&#39;"),
         ({"all": "yes", "suite": "default", "label": "a\nb"}, "label: String should match pattern"),
     ):

@@ -82,10 +82,10 @@ def project_name(axes: Axes | None) -> str:
     return name if isinstance(name, str) and name else NAME
 
 
-def render(template: str, links: Links, project: str, **values: Any) -> str:
-    """A page, or a part of one."""
-    here = template.removesuffix(".html")
-    return environment().get_template(template).render(links=links, project=project, here=here, **values)
+def render(name: str, links: Links, project: str, *, live: bool = False, **values: Any) -> str:
+    """A page, or a part of one; with `live` only the part that changes while somebody looks at it, if there is one."""
+    template = environment().select_template([f"{name}_live.html"] * live + [f"{name}.html"])
+    return template.render(links=links, project=project, here=name, **values)
 
 
 @cache

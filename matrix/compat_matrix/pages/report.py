@@ -124,7 +124,7 @@ class _Report:
                 continue
             seen.add(address)
             file = "index.html" if chosen == default else file_name("grid-", "-".join(*chosen))
-            pages.setdefault(file, _Page(file, "home.html", [], partial(self._home, filters)))
+            pages.setdefault(file, _Page(file, "home", [], partial(self._home, filters)))
             pages[file].addresses.append(address)
             todo += [tab.filters for some in tabs.values() for tab in some]
         return pages.values()
@@ -137,25 +137,25 @@ class _Report:
         store, address = self.store, self.address
         totals = store.totals(one.id for one in self.runs)
         values: Callable[[], Mapping[str, Any]] = partial(dict, runs=self.runs, totals=totals, more=False, before="")
-        yield _Page("runs.html", "runs.html", [address("runs")], values)
+        yield _Page("runs.html", "runs", [address("runs")], values)
         for run in self.runs:
             values = partial(runs.of_one, store, run)
-            yield _Page(file_name("runs/", run.id), "run.html", [address("runs", run.id)], values)
+            yield _Page(file_name("runs/", run.id), "run", [address("runs", run.id)], values)
         two = runs.last_two(store, self.runs)
         own = [address("diff", new=two[1].id)] if two else []
-        yield _Page("diff.html", "diff.html", [address("diff"), *own], partial(runs.changes, store, two))
+        yield _Page("diff.html", "diff", [address("diff"), *own], partial(runs.changes, store, two))
         for number, (name, shown) in enumerate(seams.values(store).items()):
             if name:
                 file = file_name("seams-", name) if number else "seams.html"
                 addresses = [address("seams", distribution=name), *([] if number else [address("seams")])]
-                yield _Page(file, "seams.html", addresses, partial(dict, shown))
-        yield _Page("types.html", "types.html", [address("types")], architectures.values)
+                yield _Page(file, "seams", addresses, partial(dict, shown))
+        yield _Page("types.html", "types", [address("types")], architectures.values)
         for cell, past, _ in self.newest:
             if past.summary.verdict is not None:
                 parts = [one.id for one in self.runs if one.whole == past.run.whole]
                 addresses = [address("cells", cell.name, run=one) for one in ("", *parts)]
                 addresses.append(address("cells", cell.name, run=past.run.id, attempt=past.summary.attempt))
-                yield _Page(file_name("cells/", cell.name), "cell.html", addresses, partial(self._cell, cell, past))
+                yield _Page(file_name("cells/", cell.name), "cell", addresses, partial(self._cell, cell, past))
 
     def _cell(self, cell: Cell, past: Past) -> dict[str, Any]:
         history = [one for one in self.store.history(cell) if one.run in self.runs]
@@ -186,4 +186,4 @@ def _tested(one: Tested, links: Links) -> Mapping[str, object]:
         return found
     exact = {axis: one[axis] for axis in (*ORDER, *one.extra)}
     began = one.started and one.started.isoformat()
-    return found | {"began": began, "exact": exact, "html": render("evidence.html", links, "", one=one)}
+    return found | {"began": began, "exact": exact, "html": render("evidence", links, "", one=one)}

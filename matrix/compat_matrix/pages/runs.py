@@ -16,11 +16,11 @@ from . import grid
 SEARCHED = 50
 
 
-def of_one(store: Store, run: Run, leased: Sequence[Running] = (), can: str = "") -> dict[str, Any]:
+def of_one(store: Store, run: Run, active: Sequence[Running] = (), can: str = "") -> dict[str, Any]:
     """The values of a run's page, with its cells that are running, and the action that can be taken."""
-    entries = grid.of_run(run, store.summary(run.id), {one.cell for one in leased})
+    entries = grid.of_run(run, store.summary(run.id), {one.cell for one in active})
     counts = Counter(one.state for one in entries.values())
-    return {"run": run, "leased": leased, "can": can, "groups": grid.groups(entries), "counts": counts}
+    return {"run": run, "active": active, "can": can, "groups": grid.groups(entries), "counts": counts}
 
 
 def changes(store: Store, two: tuple[Run, Run] | None) -> dict[str, Any]:

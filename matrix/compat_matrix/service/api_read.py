@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from ..cells import NAME, WORD, Cell
 from ..errors import MatrixError
+from ..pages import logs
 from ..pages.render import environment
 from ..results import ENDED, Kind
 from ..store import State, Summary
@@ -187,7 +188,11 @@ def result(site: Current, run: RunPath, cell: CellPath, asked: Annotated[_Attemp
 @router.get("/runs/{run}/cells/{cell}/log", **_of("text/plain"))
 def log(site: Current, run: RunPath, cell: CellPath, asked: Annotated[_Attempt, Query()]) -> Response:
     """The output of a cell, without terminal control sequences."""
-    return StreamingResponse(site.log(*site.result(cell, run, asked.attempt)), media_type="text/plain")
+    wanted, past = site.result(cell, run, asked.attempt)
+    packed = logs.packed_log(site.store, past.run.id, wanted, past.summary.attempt)
+    if packed is None:
+        raise HTTPException(404, f"{wanted} has no log in {past.run.id}.")
+    return StreamingResponse(logs.plain(packed), media_type="text/plain")
 
 
 @router.get("/cells", response_model=Cells)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio
 import anyio.to_process
@@ -31,14 +31,14 @@ class Merged(BaseModel):
     merged: list[str]
 
 
-def _answers(*codes: int) -> dict[int | str, dict[str, Any]]:
-    return {code: {"model": Error} for code in (400, 401, 403, 413, 415, 422, 429, 503, *codes)}
-
-
 #: Only for the document: `Guard` has checked the token.
 _bearer = HTTPBearer(auto_error=False, description="a token of `kernel-compat-matrix token add`")
 
-router = APIRouter(tags=["writing"], dependencies=[Depends(_bearer)])
+router = APIRouter(
+    tags=["writing"],
+    dependencies=[Depends(_bearer)],
+    responses={code: {"model": Error} for code in (400, 401, 403, 404, 409, 413, 415, 422, 429, 503)},
+)
 RunId = Annotated[str, PathParameter(pattern=r"^[A-Za-z0-9-]{1,40}$", description="The id of a run.")]
 
 _BODIES = {
@@ -47,12 +47,7 @@ _BODIES = {
 }
 
 
-@router.post(
-    "/runs",
-    status_code=201,
-    responses=_answers(),
-    openapi_extra={"requestBody": {"required": True, "content": _BODIES}},
-)
+@router.post("/runs", status_code=201, openapi_extra={"requestBody": {"required": True, "content": _BODIES}})
 async def submit(request: Request) -> Submitted | Merged:
     """Create a run of cells of the served axes, or copy the runs of a store that was written by `run --export`."""
     if request.headers.get("content-type") == STORE:
@@ -66,20 +61,20 @@ async def submit(request: Request) -> Submitted | Merged:
     return submitted
 
 
-@router.post("/runs/{run}/cancel", status_code=204, responses=_answers(404, 409))
+@router.post("/runs/{run}/cancel", status_code=204)
 def cancel(request: Request, run: RunId) -> None:
     """Interrupt a run; its finished cells stay. 409: it has ended."""
     submissions.cancel(request.app.state.site.store, run)
 
 
-@router.post("/runs/{run}/retry", status_code=202, responses=_answers(404, 409))
+@router.post("/runs/{run}/retry", status_code=202)
 def retry(request: Request, run: RunId) -> Submitted:
     """Run the failed and the unfinished cells of a run again. 409: it hasn't ended, or has none."""
     submitted: Submitted = request.app.state.site.retry(run)
     return submitted
 
 
-@router.delete("/runs/{run}", status_code=204, responses=_answers(404, 409))
+@router.delete("/runs/{run}", status_code=204)
 def delete(request: Request, run: RunId) -> None:
     """Delete a run with its results. 409: it hasn't ended."""
     removal.delete_runs(request.app.state.site.store, [run])

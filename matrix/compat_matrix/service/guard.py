@@ -158,7 +158,7 @@ def refuse(request: Request, error: Exception) -> Response:
     said = detail if isinstance(detail, str) else "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in detail)
     links, project = Links(request.scope.get("root_path", "")), request.app.state.site.project
     text = f"{said} ({number})" if number else said
-    page = render("error.html", links, project, title=_TITLES.get(status, "Refused"), text=text)
+    page = render("error", links, project, title=_TITLES.get(status, "Refused"), text=text)
     return HTMLResponse(page, status, headers)
 
 

@@ -32,9 +32,6 @@ router = APIRouter(include_in_schema=False)
 #: The number of runs on one page.
 _RUNS = 25
 
-#: The pages of which a part changes while somebody looks at them; it has a template of its own.
-_CHANGING = ("home", "cell", "run", "status")
-
 #: The proofs of the model types, which never change.
 _types = cache(architectures.values)
 
@@ -43,8 +40,7 @@ def _shown(request: Request, name: str, *, status: int = 200, **values: Any) -> 
     """A page, or only the part that changes if the client asks for that. `part` is its address."""
     url = request.url.include_query_params(live=getattr(request.state, "tag", ""))
     values = {"part": f"{url.path}?{url.query}"} | values
-    template = f"{name}_live.html" if _live(request) and name in _CHANGING else f"{name}.html"
-    page = render(template, _links(request), request.app.state.site.project, **values)
+    page = render(name, _links(request), request.app.state.site.project, live=_live(request), **values)
     return HTMLResponse(page.encode("utf-8", "replace"), status)
 
 
@@ -94,13 +90,13 @@ class _Asked(BaseModel):
 def the_cell(request: Request, site: Current, name: str, asked: Annotated[_Asked, Query()]) -> Response:
     """The page of a cell."""
     store, cell = site.store, site.cell(name)
-    leased = [one for one in submissions.running(store) if one.cell == cell]
+    active = [one for one in submissions.running(store) if one.cell == cell]
     if _live(request):  # a cell that doesn't run any more has a result
-        return _shown(request, "cell", leased=leased) if leased else Response(headers={"HX-Refresh": "true"})
+        return _shown(request, "cell", active=active) if active else Response(headers={"HX-Refresh": "true"})
     given = asked.run or asked.attempt
     past = site.result(name, asked.run, asked.attempt)[1] if given else explain.past_of(store, cell)
     history = store.history(cell, limit=cell_page.HISTORY + 1)
-    values = cell_page.values(store, cell, past, history, leased, site.served.get(cell, ""))
+    values = cell_page.values(store, cell, past, history, active, site.served.get(cell, ""))
     return _shown(request, "cell", **values)
 
 
@@ -213,7 +209,7 @@ def the_status(request: Request, site: Current) -> Response:
         going=going,
         waiting={one.run: one for one in submissions.waiting(site.store)},
         totals=site.store.totals(one.id for one in going),
-        leased=submissions.running(site.store),
+        active=submissions.running(site.store),
     )
 
 

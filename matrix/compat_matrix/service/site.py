@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -18,7 +18,7 @@ from ..axes import Axes
 from ..cells import Cell, parse_own
 from ..errors import MatrixError
 from ..fingerprint import of_axes
-from ..pages import ask, logs
+from ..pages import ask
 from ..pages.render import project_name
 from ..store import Past, Run, Store, inserts, submissions
 from ..store import queries as stored
@@ -78,13 +78,6 @@ class Site:
             raise HTTPException(404, f"There is no such result of {cell}.")
         return cell, past
 
-    def log(self, cell: Cell, past: Past) -> Iterator[bytes]:
-        """The log of a result as text, in pieces."""
-        packed = logs.packed_log(self.store, past.run.id, cell, past.summary.attempt)
-        if packed is None:
-            raise HTTPException(404, f"{cell} has no log in {past.run.id}.")
-        return logs.plain(packed)
-
     def own_axes(self) -> dict[str, str]:
         """The project's own axes, each with one of its values."""
         with self.store.reading() as connection:
@@ -116,18 +109,15 @@ class Site:
             MatrixError: it selects no cells or unknown ones, a cell has no tests or no pins, or nothing is run here.
         """
         axes = self._runnable()
-        if not (wanted.cells or wanted.only or wanted.all):
-            raise MatrixError(
-                f'no cells are selected: "all": true selects every one that {axes.path.name} has ({len(axes.cells):,})'
-            )
-        if wanted.all and (wanted.cells or wanted.only):
-            raise MatrixError('"all" can\'t be combined with a selection of cells')
+        if wanted.all == bool(wanted.cells or wanted.only):
+            every = f'"all": true selects every one that {axes.path.name} has ({len(axes.cells):,})'
+            raise MatrixError(f'"only" and "cells" select cells, or else {every}')
         cells = axes.select(wanted.only, wanted.cells)
         excluded = {} if wanted.cells else axes.excluded(wanted.only)
         self._check(axes, cells, wanted.suite)
         options = argparse.Namespace(words=wanted.words, suite=wanted.suite, pytest=[])
-        submission = {"suite": wanted.suite, "fingerprint": of_axes(axes)}
-        more = {"excluded": excluded, "label": wanted.label, "submission": submission}
+        waits = {"suite": wanted.suite, "fingerprint": of_axes(axes)}
+        more = {"excluded": excluded, "label": wanted.label, "submission": waits}
         name = jobs.new_run(options, self.store, axes, cells, **more)
         return Submitted(run=name, cells=len(cells), excluded=len(excluded))
 
