@@ -84,8 +84,7 @@ def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entr
     facets, tabs = choose(_about(filters, asked, entries), entries)
     own = {cell: one for cell, one in entries.items() if facet(cell) in facets}
     counts = Counter(state for one in own.values() for state in one.states)
-    state = filters["state"]
-    if state:
+    if state := filters["state"]:
         own = {cell: one for cell, one in own.items() if state in one.states}
 
     def exists(cell: Cell) -> bool:

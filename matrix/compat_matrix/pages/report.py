@@ -78,9 +78,7 @@ def write(store: Store, folder: Path, runs: Sequence[str] | None = None, project
 
 
 def _refuse_others(folder: Path) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise MatrixError(f"{folder} isn't a folder")
     there = {os.path.relpath(Path(at, name), folder) for at, _, names in os.walk(folder) for name in names}
     listed = (folder / MANIFEST).read_text(encoding="utf-8").split("\n") if MANIFEST in there else []

@@ -48,7 +48,6 @@ Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
 Kernel = Literal["none", "fa2", "fa3", "fa4", "torch"]
 Device = Literal["cpu", "cuda"]
 _RUN = "A run's id or its beginning, its label, latest or latest~1."
-RunName = Annotated[str, Field(min_length=1, max_length=100, description=_RUN)]
 RunPath = Annotated[str, Path(min_length=1, max_length=100, description=_RUN)]
 CellPath = Annotated[str, Path(pattern=f"^{NAME}$", description="As py312-tf5.23-torch2.15-fa4-cuda.")]
 AxisPath = Annotated[str, Path(pattern=f"^{WORD}$", description="The name of an axis, such as transformers.")]
@@ -128,8 +127,8 @@ class _Attempt(_Asked):
 
 
 class _Two(_Asked):
-    old: RunName = "latest~1"
-    new: RunName = "latest"
+    old: str = Field("latest~1", min_length=1, max_length=100, description=_RUN)
+    new: str = Field("latest", min_length=1, max_length=100, description=_RUN)
 
 
 Nothing = Annotated[_Asked, Query()]
