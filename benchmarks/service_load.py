@@ -200,7 +200,6 @@ def main() -> None:
         for seed in range(10):
             with Store.open(str(folder / f"upload-{seed}.db")) as store:
                 fill(store, axes.cells, TESTS, seed)
-                store.single_file()
             uploads.append(folder / f"upload-{seed}.db")
         for kind in options.databases or ["sqlite", "postgresql"]:
             print(f"{kind}: {READERS} readers, {options.seconds:.0f} s, {count:,} results", flush=True)

@@ -8,11 +8,12 @@ from contextlib import closing
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, select
 
 from compat_matrix.cells import Cell
 from compat_matrix.results import CellResult, Kind, Test, Verdict
 from compat_matrix.store import Store, database
+from compat_matrix.store.models import RUN, TEXT
 
 START = datetime(2026, 11, 20, 8, 30, tzinfo=timezone.utc)
 
@@ -75,6 +76,11 @@ def stored(store: Store, results: Iterable[CellResult], label: str = "", state: 
 def unfinished(store: Store, run: str) -> list[Cell]:
     """The planned cells without a result, in the order planned."""
     return [cell for cell, summary in store.summary(run).items() if summary.state == "unfinished"]
+
+
+def axes_of(store: Store, run: str) -> str:
+    """The text of the axes file of a run."""
+    return str(store.rows(select(TEXT.c.content).join(RUN).where(RUN.c.name == run))[0].content)
 
 
 def released(path: Path) -> None:

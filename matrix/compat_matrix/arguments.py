@@ -162,7 +162,7 @@ COMMANDS = {
         "run cells and store their results",
         f"{A_RUN} --all --label --resume --failed --retry-failed --executor {EXECUTOR} --export",
     ),
-    "runs": Command("views.runs:run", "list the runs in the store", "--json --store"),
+    "runs": Command("commands.runs:runs", "list the runs in the store", "--json --store"),
     "show": Command("views.show:run", "show the results of a run as a grid", "chosen --figure --json --store"),
     "explain": Command(
         "views.explain:run",
@@ -179,18 +179,18 @@ COMMANDS = {
     "architectures": Command(
         "views.architectures:run", "write a document of the proven model types, from the library's table", "path"
     ),
-    "merge": Command("views.runs:merge", "copy runs from other stores", "stores --store"),
-    "export": Command("views.runs:export", "write runs into a store of their own", "runs path:new --store"),
+    "merge": Command("commands.runs:merge", "copy runs from other stores", "stores --store"),
+    "export": Command("commands.runs:export", "write runs into a store of their own", "runs path:new --store"),
     "atlas": Command("atlas.command:run", "show when the seams appeared, changed and vanished upstream"),
     "emit": Command("commands.cells:emit", "print the matrix for a CI service", f"service:ci {SELECTION}"),
     "cancel": Command(
-        "commands.delete:cancel", "interrupt runs that a service executes, or whose runner was killed", "runs --store"
+        "commands.runs:cancel", "interrupt runs that a service executes, or whose runner was killed", "runs --store"
     ),
     "delete": Command(
-        "commands.delete:delete", "delete runs that have ended, with the texts that only they have", "runs --store"
+        "commands.runs:delete", "delete runs that have ended, with the texts that only they have", "runs --store"
     ),
     "prune": Command(
-        "commands.delete:prune", "delete the runs that ended a number of days ago", "--keep --dry-run --store"
+        "commands.runs:prune", "delete the runs that ended a number of days ago", "--keep --dry-run --store"
     ),
     "serve": Command(
         "commands.serve:run",

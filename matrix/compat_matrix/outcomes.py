@@ -11,10 +11,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from .axes import Known
-from .results import Figure, Kind, Outcome, Recorded, Test, Verdict
+from .results import Figure, Kind, Outcome, Test, Verdict
 from .words import plural
 
 #: The size of a difference in messages of torch.testing, numpy and pytest's comparisons; the largest counts. In a comparison, a bound
@@ -27,6 +27,8 @@ _IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): [^\n]+")
 _CRASH = re.compile(
     r"Fatal Python error: [^\n]*|worker '\w+' crashed[^\n]*|CUDA error: [^\n]*|Segmentation fault[^\n]*"
 )
+
+_FIGURE = TypeAdapter(Figure)
 
 #: The reason if pytest found no test.
 NO_TEST = "no test ran"
@@ -104,7 +106,7 @@ def _with_figures(test: Test, properties: Any, skipped: int) -> Test:
     for entry in properties[skipped:] if isinstance(properties, list) else ():
         if isinstance(entry, list) and len(entry) == 2 and entry[0] == "figure":  # a project may append anything
             try:
-                found.append(Figure(**Recorded.model_validate(entry[1]).model_dump()))
+                found.append(_FIGURE.validate_python(entry[1]))
             except ValidationError as error:
                 for one in error.errors():
                     where, said = ".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, ")

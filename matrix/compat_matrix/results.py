@@ -1,19 +1,25 @@
-"""The result of a cell."""
+"""The results of cells, and the runs that they are from."""
 
 from __future__ import annotations
 
+import argparse
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer
 
 from .cells import Cell
+from .words import clean
 
 #: ``flaky``: a test failed and passed when it was repeated. ``known``: tests fail, all of them for issues in the axes file.
 #: ``not run``: the machine lacks what the cell needs.
 Verdict = Literal["passed", "flaky", "known", "failed", "not run"]
+
+#: The state of a cell in a run: its verdict, or why it has none. ``excluded``: the axes exclude it.
+State = Literal["passed", "flaky", "known", "failed", "not run", "unfinished", "excluded"]
 
 #: The verdicts of a cell whose tests ran, best first.
 ENDED: tuple[Verdict, ...] = ("passed", "flaky", "known", "failed")
@@ -31,17 +37,12 @@ Outcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed", 
 
 Better = Literal["lower", "higher"]
 
-#: Limits are for results from elsewhere, which `store.foreign` checks.
+#: Text that may have any character, and is printable in JSON.
+Output = Annotated[str, PlainSerializer(lambda text: clean(str(text)), return_type=str)]
+
+#: Limits are for results from elsewhere, which `store.foreign` checks, and for figures, which `outcomes` checks.
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Figure(NamedTuple):
-    """A number that a test measured. Its name is unique in a cell; values in different units aren't compared."""
-
-    name: str
-    value: float
-    unit: str = ""
-    better: Better | None = None
+_Line = Annotated[Output, Field(max_length=100_000)]
 
 
 def _printable(text: str) -> str:
@@ -50,14 +51,15 @@ def _printable(text: str) -> str:
     return text
 
 
-class Recorded(BaseModel):
-    """A figure as a test records it."""
+@dataclass(frozen=True)
+class Figure:
+    """A number that a test measured. Its name is unique in a cell; values in different units aren't compared."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
-    name: Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_printable)]
-    value: Annotated[float, Field(allow_inf_nan=False)]
-    unit: Annotated[str, Field(max_length=40), AfterValidator(_printable)]
+    name: Annotated[Output, Field(min_length=1, max_length=100), AfterValidator(_printable)]
+    value: Annotated[float, Field(strict=True, allow_inf_nan=False)]
+    unit: Annotated[Output, Field(strict=True, max_length=40), AfterValidator(_printable)]
     better: Better | None = "lower"
 
 
@@ -111,3 +113,98 @@ class CellResult:
     command: tuple[str, ...] = ()
     log: str = ""
     attempt: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+
+
+def options_of(command: str) -> dict[str, str | bool]:
+    """The options in a command that change what its cells test, with their values."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for option in ("--axes", "--suite", "--pytest"):
+        parser.add_argument(option)
+    parser.add_argument("--latest", action="store_true")
+    try:
+        found = vars(parser.parse_known_args(shlex.split(command))[0])
+    except (ValueError, argparse.ArgumentError):  # not a command of the matrix
+        return {}
+    return {name: value for name, value in found.items() if value}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a matrix, or a part of one.
+
+    Attributes:
+        id: such as ``20261121-114502-7f3a``, by the clock of the machine that started it.
+        state: ``running`` until `Store.finish`, also after the runner was killed.
+        label, command, host, revision, partial: as `Store.new_run` takes them.
+        whole: the id of the run that it is a part of: that of the first part, its own if it is the only one.
+    """
+
+    id: str
+    started: datetime
+    finished: datetime | None
+    state: Annotated[Output, Field(pattern=r"^[a-z][a-z -]{0,39}$")]
+    label: _Line
+    command: _Line
+    host: _Line
+    revision: _Line
+    partial: bool = False
+    whole: str = ""
+
+    @property
+    def suite(self) -> str:
+        """The suite that its cells run."""
+        return str(options_of(self.command).get("suite", "default"))
+
+
+class Summary(NamedTuple):
+    """A cell in a run, without its tests and its log. If it has no verdict, only `reason` is meaningful.
+
+    The last fields count its tests by outcome.
+    """
+
+    verdict: Verdict | None = None
+    kind: Kind | None = None
+    reason: str = ""
+    excluded: bool = False
+    failed: int = 0
+    error: int = 0
+    started: datetime | None = None
+    seconds: float = 0.0
+    attempt: int = 0
+    passed: int = 0
+    skipped: int = 0
+    xfailed: int = 0
+    xpassed: int = 0
+    flaky: int = 0
+    known: int = 0
+
+    @property
+    def state(self) -> State:
+        """The verdict; without one, ``excluded`` or ``unfinished``."""
+        return self.verdict or ("excluded" if self.excluded else "unfinished")
+
+    @property
+    def counts(self) -> Mapping[Outcome, int]:
+        """The number of tests by outcome."""
+        return {outcome: getattr(self, outcome) for outcome in get_args(Outcome)}
+
+
+class Past(NamedTuple):
+    """A cell in a run: its result, or else its plan.
+
+    Attributes:
+        versions: the exact versions of the result by axis, of those that `Store.newest` returns.
+    """
+
+    cell: Cell
+    run: Run
+    summary: Summary
+    versions: Mapping[str, str] = {}
+
+
+class Measured(NamedTuple):
+    """A figure of a cell in a run, with the GPU or processor that the cell reported, if any."""
+
+    run: Run
+    figure: Figure
+    device: str

@@ -9,6 +9,7 @@ import sys
 import pytest
 from small import TAG, Small
 from sqlalchemy import text
+from stored import axes_of
 
 from compat_matrix.arguments import COMMANDS
 from compat_matrix.axes import OWN, load
@@ -188,7 +189,7 @@ def test_a_run_knows_what_it_was_asked_and_the_cells_that_can_not_be(project: Sm
     with project.store as store:
         (run,) = store.runs()
         assert (run.label, run.host) == ("mine", os.uname().nodename)
-        assert "[[exclude]]" in store.axes(run.id)
+        assert "[[exclude]]" in axes_of(store, run.id)
         states = {cell.name: found.state for cell, found in store.summary(run.id).items()}
     assert states == {f"{TAG}-tf5.0-torch2.11": "passed", f"{TAG}-tf5.0-torch2.11-fa4": "excluded"}
 

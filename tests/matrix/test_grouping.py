@@ -16,11 +16,12 @@ from sqlalchemy import update
 from stored import cells, failed, not_run, passed, unfinished
 
 from compat_matrix.cells import Cell
+from compat_matrix.commands import runs
 from compat_matrix.errors import MatrixError
 from compat_matrix.results import CellResult, Test
 from compat_matrix.store import Store
 from compat_matrix.store.models import RUN
-from compat_matrix.views import compatibility, diff, runs, show
+from compat_matrix.views import compatibility, diff, show
 
 CELLS = cells()
 
@@ -155,14 +156,14 @@ def test_runs_lists_the_parts(store: Store, capsys: pytest.CaptureFixture[str], 
     alone = part(store, [passed(CELLS[5])], label="alone")
     first = part(store, [passed(CELLS[0]), failed(CELLS[1])])
     second = part(store, [passed(CELLS[1])])
-    assert runs.run(argparse.Namespace(store=url, json=False)) == 0
+    assert runs.runs(argparse.Namespace(store=url, json=False)) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{first}  finished  2 passed",
         f"    part {first}  finished  1 passed, 1 failed",
         f"    part {second}  finished  1 passed",
         f"{alone} (alone)  finished  1 passed",
     ]
-    assert runs.run(argparse.Namespace(store=url, json=True)) == 0
+    assert runs.runs(argparse.Namespace(store=url, json=True)) == 0
     assert {one["id"]: one["whole"] for one in json.loads(capsys.readouterr().out)} == {
         alone: alone,
         first: first,

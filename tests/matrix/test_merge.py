@@ -32,7 +32,6 @@ def theirs(tmp_path: Path) -> Path:
     with Store.open(str(path)) as store:
         stored(store, [passed(CELLS[0])])
         stored(store, [failed(CELLS[1]), failed(CELLS[2])], label="second")
-        store.single_file()
     return path
 
 

@@ -18,6 +18,7 @@ from network import WAITS, Network, ended, until
 from postgresql import Postgres
 from small import TAG, Small
 from sqlalchemy import create_engine, select, text, update
+from stored import axes_of
 
 from compat_matrix.cells import parse
 from compat_matrix.results import CellResult
@@ -82,7 +83,7 @@ def test_a_service_gives_what_a_run_gives(network: Network) -> None:
         assert one.finished is not None
         assert one.finished < store.result(second, parse(name("5.0"))).started, "runs are executed in order"
         assert (one.revision, other.partial) == (store.run(store.resolve("alone")).revision, False)
-        assert store.axes(first) == store.axes(store.resolve("alone"))
+        assert axes_of(store, first) == axes_of(store, store.resolve("alone"))
         assert submissions.waiting(store) == []
     assert ended(service) == 0, service.said()
     assert small.processes() == []

@@ -23,6 +23,7 @@ import service_demo
 from served import served
 from stored import cells, failed, passed, stored
 
+from compat_matrix import words
 from compat_matrix.axes import load
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
@@ -34,7 +35,6 @@ from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import Settings
 from compat_matrix.store import Run, Store, documents, inserts, submissions
 from compat_matrix.store.models import SUBMISSION
-from compat_matrix.views import common
 
 HOSTILE = (
     "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x1b[31mred\x1b]0;t\x07\x00\x1b[2J\udc80\u202e{{7*7}}"
@@ -581,7 +581,7 @@ def test_text_of_results_is_text(store: Store, get: Get) -> None:
             assert get(link).status_code == 200, link
     store.add(new, dataclasses.replace(passed(OLD[0]), log=HOSTILE))
     log = get(LOG.format(new, OLD[0]))
-    assert log.text == common.clean(HOSTILE)
+    assert log.text == words.clean(HOSTILE)
     assert log.headers["content-type"] == "text/plain; charset=utf-8"
     assert log.headers["x-content-type-options"] == "nosniff"
     # The copied command runs the cell and nothing else.
@@ -611,7 +611,7 @@ def test_a_log_of_100_mb(store: Store, get: Get) -> None:
         for piece in streamed.iter_content(2**20):
             digest.update(piece)
             size += len(piece)
-    clean = common.clean(line)
+    clean = words.clean(line)
     assert digest.hexdigest() == hashlib.sha256(f"the beginning\n{clean * times}the end\n".encode()).hexdigest()
 
 

@@ -283,10 +283,9 @@ def test_both_databases_answer_the_same_of_a_page_of_everything(either: Store) -
     run = store.new_run(every, excluded={Cell("3.10", "5.9", "2.11"): "needs Python 3.11"})
     store.add(run, failed(every[0], reason=ODD))
     assert answer(store, transformers="5.8.1").counts == {"failed": 1, "passed": 1}
-    site = Site(store, None)
-    assert [one.id for one in site.runs(9, label="nightly", partial=False)] == [old]
-    assert [one.id for one in site.runs(9, run)] == [old]
-    assert [(cell, before) for cell, _, before in feed.broke(store)] == [(every[0], old)]
+    assert [one.id for one in store.runs(9, label="nightly", partial=False)] == [old]
+    assert [one.id for one in store.runs(9, run)] == [old]
+    assert [(past.cell, before) for past, before in feed.broke(store)] == [(every[0], old)]
     ET.fromstring(feed.atom(feed.entries(store), "https://matrix.example/"))
 
 
@@ -599,7 +598,7 @@ def test_what_has_not_changed_is_not_sent_again(
     assert tag.startswith('W/"')
     with monkeypatch.context() as patched:
         # Nothing is rendered for it: the functions that make the answers aren't called.
-        for owner, name in ((Store, "newest"), (Site, "runs"), (verdicts, "answer"), (feed, "entries")):
+        for owner, name in ((Store, "newest"), (Store, "runs"), (verdicts, "answer"), (feed, "entries")):
             patched.delattr(owner, name)
         again = client.get(path, headers={"If-None-Match": f'"other", {tag}'})
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -9,7 +10,6 @@ import signal
 import sqlite3
 import subprocess
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,14 +20,16 @@ from forked import Forked
 from network import until
 from sqlalchemy import create_engine, event, func, make_url, select, text
 from sqlalchemy.engine import Engine
-from stored import cells, failed, not_run, passed, released, stored, unfinished
+from stored import axes_of, cells, failed, not_run, passed, released, stored, unfinished
 
 from compat_matrix.cells import Cell
+from compat_matrix.commands import runs
 from compat_matrix.errors import MatrixError
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service import tokens
 from compat_matrix.store import Store, database, inserts, removal, submissions
 from compat_matrix.store.models import metadata
+from compat_matrix.views import diff
 
 CELLS = cells()
 ODD = "\x1b[31mred\x1b[0m <b> \x00 \udc80 \u202e\n"
@@ -115,11 +117,11 @@ def test_what_a_run_was_told(store: Store) -> None:
     )
     found = store.run(run)
     assert (found.command, found.label, found.host, found.revision) == ("run --latest", "nightly", "node7", "75eada2")
-    assert store.axes(run) == "[axes]\n"
+    assert axes_of(store, run) == "[axes]\n"
 
 
 def test_runs_are_found_by_what_people_type(store: Store) -> None:
-    with pytest.raises(MatrixError, match="has no runs"):
+    with pytest.raises(MatrixError, match="has 0 runs"):
         store.resolve("latest")
     first, second, third = (store.new_run(CELLS, label=label) for label in ("nightly", "nightly", ""))
     assert [one.id for one in store.runs()] == [third, second, first]
@@ -165,7 +167,7 @@ def test_any_text_is_kept(store: Store) -> None:
     plain = ODD.replace("\0", "\N{REPLACEMENT CHARACTER}").replace("\udc80", "?")
     assert back.reason == store.run(run).label == plain
     assert back.tests[0].nodeid == f"test_odd.py::test[{plain}]"
-    assert store.axes(run) == ODD
+    assert axes_of(store, run) == ODD
 
 
 def test_what_many_share_is_stored_once(tmp_path: Path) -> None:
@@ -251,7 +253,6 @@ def test_a_migration_finds_the_newest_results(tmp_path: Path) -> None:
         store.add(store.new_run(CELLS[:1], partial=True), passed(CELLS[0]))
         with store.reading() as connection:
             before = connection.execute(query).all()
-        store.single_file()
     released(path)
     with Store.open(str(path)) as store:
         with store.reading() as connection:
@@ -283,15 +284,13 @@ def test_two_runs_are_compared(store: Store) -> None:
     new = stored(
         store, [passed(CELLS[0]), failed(CELLS[1]), passed(CELLS[2], attempt=2), failed(CELLS[2]), passed(CELLS[4])]
     )
-    found = store.compare(old, new).cells
-    assert {one: tuple(summary and summary.state for summary in both) for one, both in found.items()} == {
-        CELLS[2]: ("failed", "passed"),
-        CELLS[3]: ("passed", None),
-        CELLS[4]: (None, "passed"),
-    }
-    assert found[CELLS[2]][1] == store.summary(new)[CELLS[2]]
+    found = diff.compare(store, old, new)
+    states = {one.cell: (one.old and one.old.state, one.new and one.new.state) for one in found.mended + found.gone}
+    assert states == {CELLS[2]: ("failed", "passed"), CELLS[3]: ("passed", None)}
+    assert [(one.cell, one.old, one.new and one.new.state) for one in found.appeared] == [(CELLS[4], None, "passed")]
+    assert found.broke == found.changed == []
     with pytest.raises(MatrixError, match="has no run 'gone'"):
-        store.compare(old, "gone")
+        diff.compare(store, old, "gone")
 
 
 def test_environments(store: Store) -> None:
@@ -311,7 +310,7 @@ def test_merge_takes_what_is_missing_and_nothing_twice(store: Store, other: Stor
     assert store.merge(other) == []
     assert store.summary(theirs) == other.summary(theirs)
     assert store.run(theirs) == other.run(theirs)
-    assert store.axes(theirs) == "axes"
+    assert axes_of(store, theirs) == "axes"
 
     other.add(theirs, passed(CELLS[0], attempt=2))
     other.add(theirs, passed(CELLS[4]))
@@ -348,7 +347,7 @@ def with_figures(cell: Cell, *figures: Figure) -> CellResult:
 
 
 def test_figures_come_back_and_are_merged_and_exported(store: Store, other: Store, tmp_path: Path) -> None:
-    step, error = Figure("step time", 12.5, "ms", "lower"), Figure("error", 1e-300)
+    step, error = Figure("step time", 12.5, "ms", "lower"), Figure("error", 1e-300, "")
     found = with_figures(CELLS[0], error, step)
     run = stored(other, [found, passed(CELLS[1])])
     assert other.result(run, CELLS[0]) == found
@@ -356,18 +355,18 @@ def test_figures_come_back_and_are_merged_and_exported(store: Store, other: Stor
     assert store.merge(other) == [run]
     assert store.result(run, CELLS[0]) == found
     later = store.new_run([CELLS[0]])
-    store.add(later, with_figures(CELLS[0], step._replace(value=13.0)))
+    store.add(later, with_figures(CELLS[0], dataclasses.replace(step, value=13.0)))
     store.add(later, dataclasses.replace(with_figures(CELLS[0], step), attempt=2, environment={}))
     assert store.figures(later) == {CELLS[0]: [step]}  # the latest attempt
-    measured = store.measured(cell=CELLS[0])[CELLS[0]]
+    measured = store.series(CELLS[0])
     assert [(one.run.id, one.figure.name, one.figure.value, one.device) for one in measured] == [
         (run, "error", 1e-300, "cpu"),
         (run, "step time", 12.5, "cpu"),
         (later, "step time", 13.0, "cpu"),
         (later, "step time", 12.5, ""),
     ]
-    assert {cell: len(some) for cell, some in store.measured(runs=[run]).items()} == {CELLS[0]: 2}
-    assert store.measured(cell=CELLS[1]) == {}
+    assert {cell: len(some) for cell, some in store.measured([run]).items()} == {CELLS[0]: 2}
+    assert store.series(CELLS[1]) == []
     store.export([run], tmp_path / "one.db")
     with Store.open(str(tmp_path / "one.db")) as exported:
         assert exported.result(run, CELLS[0]) == found
@@ -375,9 +374,9 @@ def test_figures_come_back_and_are_merged_and_exported(store: Store, other: Stor
 
 def test_of_a_cell_the_figures_of_its_last_runs_are_read(store: Store) -> None:
     for value in range(102):
-        stored(store, [with_figures(CELLS[0], Figure("size", float(value)), Figure("error", 0.0))])
-        stored(store, [passed(CELLS[0]), with_figures(CELLS[1], Figure("size", 0.0))])
-    found = [one.figure.value for one in store.measured(cell=CELLS[0])[CELLS[0]] if one.figure.name == "size"]
+        stored(store, [with_figures(CELLS[0], Figure("size", float(value), ""), Figure("error", 0.0, ""))])
+        stored(store, [passed(CELLS[0]), with_figures(CELLS[1], Figure("size", 0.0, ""))])
+    found = [one.figure.value for one in store.series(CELLS[0]) if one.figure.name == "size"]
     assert found == [float(value) for value in range(2, 102)]
 
 
@@ -504,14 +503,15 @@ def test_the_newest_result_is_an_earlier_one_again_after_its_run_was_deleted(sto
     assert store.current() == {}
 
 
-def test_a_run_that_goes_on_is_never_deleted(store: Store) -> None:
+def test_a_run_that_goes_on_is_never_deleted(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     ended, running = store.new_run(CELLS), store.new_run(CELLS)
     store.finish(ended, "finished")
     with pytest.raises(submissions.StateError, match=f"{running} hasn't ended: cancel it first"):
         removal.delete_runs(store, [ended, running])
     assert {one.id for one in store.runs()} == {ended, running}
-    assert removal.older(store, timedelta(days=1)) == []
-    assert [one.id for one in removal.older(store, timedelta(0))] == [ended]
+    for days, found in ((1, []), (0, [ended])):
+        assert runs.prune(argparse.Namespace(store=store.url, keep=days, dry_run=True)) == 0
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:-1]] == found
     submissions.cancel(store, running)
     with pytest.raises(submissions.StateError, match="has ended"):
         submissions.cancel(store, running)

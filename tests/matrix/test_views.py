@@ -15,13 +15,15 @@ from urllib.parse import unquote
 import pytest
 from stored import SHIMS, cells, failed, not_run, passed, stored
 
+from compat_matrix import words
 from compat_matrix.cells import Cell
 from compat_matrix.cli import main, parse
+from compat_matrix.commands import runs
 from compat_matrix.errors import MatrixError
 from compat_matrix.pages import report
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.store import Store
-from compat_matrix.views import architectures, common, compatibility, diff, explain, runs, show
+from compat_matrix.views import architectures, common, compatibility, diff, explain, show
 from kernel_compat.proving import table
 
 ODD = "\x1b[31mred\x1b[0m\x1b]0;title\x07 <script>alert(1)</script> [bold]x[/bold] \x07\x00\udc80\u202e back\rslash"
@@ -94,10 +96,10 @@ def two_runs(store: Store) -> tuple[str, str]:
 
 
 def test_text_is_made_fit_to_be_shown() -> None:
-    shown = common.clean(ODD)
+    shown = words.clean(ODD)
     assert shown == "red <script>alert(1)</script> [bold]x[/bold] \ufffd\ufffd\ufffd\ufffd back\nslash"
-    assert common.clean("a\r\nb\tc\n") == "a\nb\tc\n"
-    assert common.clean("\x1b[38;5;1mx\x1b[K\x1b(B\x1b[?25l") == "x"
+    assert words.clean("a\r\nb\tc\n") == "a\nb\tc\n"
+    assert words.clean("\x1b[38;5;1mx\x1b[K\x1b(B\x1b[?25l") == "x"
 
 
 def test_versions_are_not_ordered_as_text() -> None:
@@ -115,11 +117,11 @@ def test_versions_are_not_ordered_as_text() -> None:
 
 def test_runs(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = two_runs(store)
-    assert call(runs) == 0
+    assert call(runs, function="runs") == 0
     first, second = capsys.readouterr().out.splitlines()
     assert (first.split()[0], second.split()[0]) == (new, old)
     assert first.endswith(", ".join(f"{count} {state}" for state, count in _counted(store, new)))
-    assert call(runs, "--json") == 0
+    assert call(runs, "--json", function="runs") == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["id"] for one in found] == [new, old]
     assert found[1]["cells"] == dict(_counted(store, old))
@@ -453,7 +455,7 @@ def test_show_a_figure(store: Store, call: Command, capsys: pytest.CaptureFixtur
         return [Test("t.py::test", "passed", 0.1, "", figures)]
 
     fast, slow = Figure("step time", 10.04, "ms", "lower"), Figure("step time", 0.01521, "s", "lower")
-    size = Figure("size", 3.0)
+    size = Figure("size", 3.0, "", None)
     run = stored(
         store,
         [passed(OLD[0], tests=with_figures(fast, size)), passed(OLD[1], tests=with_figures(slow)), failed(OLD[2])],
@@ -518,7 +520,7 @@ def test_flaky_and_known(store: Store, call: Command, capsys: pytest.CaptureFixt
     assert "\nt.py::test_a (known)\n    E   assert 0\n" in shown
     call(explain, OLD[0].name)
     assert "\nt.py::test_b (flaky)\n    E   TimeoutError\n" in capsys.readouterr().out
-    assert call(runs) == 0
+    assert call(runs, function="runs") == 0
     assert "1 passed, 1 flaky, 3 known, 1 failed" in capsys.readouterr().out
     assert store.current()[OLD[0]].summary.counts["flaky"] == 1
     assert call(report, str(tmp_path / "site")) == 0

@@ -68,7 +68,7 @@ def entry(past: Past | None, running: bool = False, excluded: str = "") -> Entry
 
 def of_run(run: Run, summary: Mapping[Cell, Summary], running: Collection[Cell] = ()) -> dict[Cell, Entry]:
     """The entries of a run's cells."""
-    return {cell: entry(Past(run, one), cell in running) for cell, one in summary.items()}
+    return {cell: entry(Past(cell, run, one), cell in running) for cell, one in summary.items()}
 
 
 def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entry]) -> dict[str, Any]:

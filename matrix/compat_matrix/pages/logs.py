@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import codecs
-import zlib
 from collections.abc import Iterator
 
 from sqlalchemy import LargeBinary, select, type_coerce
 
 from ..cells import Cell
 from ..store import Store, queries
-from ..store.models import LOG
-from ..views import common
+from ..store.models import LOG, pieces
+from ..words import clean
 
 #: The number of bytes at the end of a log that a page shows.
 TAIL = 100_000
@@ -23,18 +22,7 @@ def packed_log(store: Store, run: str, cell: Cell, attempt: int | None) -> bytes
     """A log as it is stored; None if there is none."""
     query = select(type_coerce(LOG.c.content, LargeBinary))
     query = query.where(LOG.c.result_id == queries.result_key(run, cell, attempt))
-    with store.reading() as connection:
-        found: bytes | None = connection.scalar(query)
-    return found
-
-
-def pieces(packed: bytes) -> Iterator[bytes]:
-    """The decompressed pieces, none of them large."""
-    unpacker = zlib.decompressobj()
-    while packed:
-        yield unpacker.decompress(packed, _PIECE)
-        packed = unpacker.unconsumed_tail
-    yield unpacker.flush()
+    return next((row.content for row in store.rows(query)), None)
 
 
 def end(packed: bytes) -> tuple[str, int, int]:
@@ -43,7 +31,7 @@ def end(packed: bytes) -> tuple[str, int, int]:
     for piece in pieces(packed):
         size += len(piece)
         tail = (tail + piece)[-TAIL:]
-    return common.clean(tail.decode("utf-8", "replace")), size - len(tail), size
+    return clean(tail.decode("utf-8", "replace")), size - len(tail), size
 
 
 def plain(packed: bytes) -> Iterator[bytes]:
@@ -56,9 +44,9 @@ def plain(packed: bytes) -> Iterator[bytes]:
         if len(after) > _PIECE:
             text, newline, after = text + newline + after, "", ""
         if text or newline:
-            yield common.clean(text + newline).encode()
+            yield clean(text + newline).encode()
         rest = after
-    yield common.clean(rest).encode()
+    yield clean(rest).encode()
 
 
 def shortened(text: str, most: int = 20_000) -> str:

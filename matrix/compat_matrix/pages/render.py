@@ -20,7 +20,7 @@ from ..axes import Axes
 from ..cells import Cell
 from ..store import Past
 from ..views import common
-from ..words import plural
+from ..words import clean, plural
 from . import ask
 from .grid import entry
 
@@ -97,16 +97,14 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
-        finalize=lambda value: (
-            common.clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-        ),
+        finalize=lambda value: clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
     made.filters |= {one.__name__: one for one in (common.moment, common.duration, common.counted, plural)}
     made.filters["shell"] = shlex.join
     made.globals |= {"one_line": common.one_line, "kernel_name": common.kernel_name, "KERNELS": common.KERNELS}
     made.globals |= {"SIGNS": ask.STATES, "FIELDS": ask.FIELDS}
     made.globals |= {"HEADLINES": ask.HEADLINES, "CLOSENESS": ask.CLOSENESS}
-    made.globals |= {"label_of": _label, "entry_of": lambda run, summary: entry(Past(run, summary))}
+    made.globals |= {"label_of": _label, "entry_of": lambda *past: entry(Past(*past))}
     return made
 
 

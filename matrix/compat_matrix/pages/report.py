@@ -13,9 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from ..axes import axes_in, load
-from ..cells import Cell
 from ..errors import MatrixError
-from ..store import Newest, Past, Store
+from ..store import Past, Store
 from ..views import architectures, common
 from ..views.verdicts import ORDER, Tested, in_order
 from . import ask, grid, runs, seams
@@ -41,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     with suppress(*([] if arguments.axes else [MatrixError])):  # a report needs no axes file
         if path := arguments.axes or axes_in(Path()):
             project = project_name(load(path))
-    with common.open_store(arguments.store) as store:
+    with Store.open(arguments.store, create=False) as store:
         names = arguments.runs and [store.resolve(name) for name in arguments.runs]
         write(store, arguments.folder, names, project)
     print(Path(arguments.folder, "index.html"))
@@ -94,7 +93,7 @@ class _Report:
     def __init__(self, store: Store, names: Sequence[str] | None) -> None:
         self.store, self.newest, self.address = store, sorted(store.newest(names)), Links()
         self.runs = [one for one in store.runs() if (not one.partial if names is None else one.whole in names)]
-        self.entries = {one.cell: grid.entry(one.past) for one in self.newest}
+        self.entries = {one.cell: grid.entry(one) for one in self.newest}
         self.own = ask.own_axes(self.entries)
 
     def files(self, project: str) -> Iterator[tuple[str, str]]:
@@ -148,19 +147,19 @@ class _Report:
                 addresses = [address("seams", distribution=name), *([] if number else [address("seams")])]
                 yield _Page(file, "seams", addresses, partial(dict, shown))
         yield _Page("types.html", "types", [address("types")], architectures.values)
-        for cell, past, _ in self.newest:
+        for past in self.newest:
             if past.summary.verdict is not None:
-                parts = [one.id for one in self.runs if one.whole == past.run.whole]
-                addresses = [address("cells", cell.name, run=one) for one in ("", *parts)]
-                addresses.append(address("cells", cell.name, run=past.run.id, attempt=past.summary.attempt))
-                yield _Page(file_name("cells/", cell.name), "cell", addresses, partial(self._cell, cell, past))
+                name, parts = past.cell.name, [one.id for one in self.runs if one.whole == past.run.whole]
+                addresses = [address("cells", name, run=one) for one in ("", *parts)]
+                addresses.append(address("cells", name, run=past.run.id, attempt=past.summary.attempt))
+                yield _Page(file_name("cells/", name), "cell", addresses, partial(self._cell, past))
 
-    def _cell(self, cell: Cell, past: Past) -> dict[str, Any]:
-        history = [one for one in self.store.history(cell) if one.run in self.runs]
-        return cell_page.values(self.store, cell, past, history)
+    def _cell(self, past: Past) -> dict[str, Any]:
+        history = [one for one in self.store.history(past.cell) if one.run in self.runs]
+        return cell_page.values(self.store, past.cell, past, history)
 
 
-def answers(newest: Sequence[Newest], links: Links) -> str:
+def answers(newest: Sequence[Past], links: Links) -> str:
     """A script with the newest result of every cell, in which `ask.js` finds the answer to a question."""
     data = {
         "cells": [_tested(Tested.newest(one), links) for one in sorted(newest)],

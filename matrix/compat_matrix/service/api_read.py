@@ -13,16 +13,16 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.exceptions import HTTPException
 
-from ..cells import NAME, WORD, Cell
+from ..cells import NAME, WORD
 from ..errors import MatrixError
 from ..pages import logs
 from ..pages.render import environment
 from ..results import ENDED, Kind
-from ..store import State, Summary
+from ..store import Past, State
 from ..store.documents import ATLAS, kept
 from ..versions import VERSION
 from ..views import diff, verdicts
-from ..views.facts import Atlas, Cells, CellState, Changes, Error, Result, Runs, WholeRun
+from ..views.facts import Atlas, Cells, CellState, Changes, Error, Result, Runs, WholeRun, as_json
 from ..views.verdicts import Answer
 from . import feed, metrics
 from .site import Current, Site
@@ -66,11 +66,11 @@ class _Page(_Asked):
     limit: int = Field(50, ge=1, le=500)
     cursor: str | None = Field(None, pattern=r"^[0-9]{1,9}$", description="`next` of the page before.")
 
-    def page(self, found: Sequence[tuple[Cell, str, Summary]]) -> Response:
-        """The page of these cells, each in the run of an id."""
+    def page(self, found: Sequence[Past]) -> Response:
+        """The page of these cells."""
         begin = int(self.cursor or 0)
         end = begin + self.limit
-        states = [CellState.of(*one) for one in found[begin:end]]
+        states = [CellState.of(one) for one in found[begin:end]]
         return _json(Cells(next=str(end) if len(found) > end else None, cells=states))
 
 
@@ -107,10 +107,10 @@ class _CellPage(_Page, _WithOwn):
     state: State | None = None
     kind: Kind | None = None
 
-    def matching(self, site: Site, cells: Sequence[tuple[Cell, str, Summary]]) -> Response:
+    def matching(self, site: Site, cells: Sequence[Past]) -> Response:
         """The page of those cells that have the requested values."""
         wanted = self.given(site).items()
-        known = ({**cell.axes, "state": summary.state, "kind": summary.kind} for cell, _, summary in cells)
+        known = ({**one.cell.axes, "state": one.summary.state, "kind": one.summary.kind} for one in cells)
         return self.page([one for one, values in zip(cells, known, strict=True) if wanted <= values.items()])
 
 
@@ -134,9 +134,9 @@ class _Two(_Asked):
 Nothing = Annotated[_Asked, Query()]
 
 
-def _json(found: BaseModel) -> Response:
+def _json(found: object) -> Response:
     """A response that FastAPI doesn't validate once more, in another thread."""
-    return Response(found.model_dump_json(), media_type="application/json")
+    return Response(as_json(found), media_type="application/json")
 
 
 def _of(media: str) -> dict[str, Any]:
@@ -157,9 +157,9 @@ def compat(site: Current, asked: Annotated[_Combination, Query()]) -> Response:
 def runs(site: Current, asked: Annotated[_RunPage, Query()]) -> Response:
     """The runs, newest first."""
     where = asked.model_dump(include={"label", "state", "partial"})
-    found = site.runs(asked.limit + 1, site.run(asked.cursor).id if asked.cursor else "", **where)
+    found = site.store.runs(asked.limit + 1, site.run(asked.cursor).id if asked.cursor else "", **where)
     shown = found[: asked.limit]
-    return _json(Runs.model_validate({"next": shown[-1].id if len(found) > asked.limit else None, "runs": shown}))
+    return _json(Runs(next=shown[-1].id if len(found) > asked.limit else None, runs=shown))
 
 
 @router.get("/runs/{run}", response_model=WholeRun)
@@ -167,14 +167,14 @@ def one_run(site: Current, run: RunPath, nothing: Nothing) -> Response:
     """A run, with the number of its cells in each state."""
     found = site.run(run)
     states = Counter(summary.state for summary in site.store.summary(found.id).values())
-    return _json(WholeRun.model_validate({**found._asdict(), "cells": states}))
+    return _json(WholeRun(**vars(found), cells=states))
 
 
 @router.get("/runs/{run}/cells", response_model=Cells)
 def cells_of_run(site: Current, run: RunPath, asked: Annotated[_CellPage, Query()]) -> Response:
     """The cells of a run in its order, with their results. Further parameters are the project's own axes."""
-    name = site.run(run).id
-    return asked.matching(site, [(cell, name, summary) for cell, summary in site.store.summary(name).items()])
+    found = site.run(run)
+    return asked.matching(site, [Past(cell, found, one) for cell, one in site.store.summary(found.id).items()])
 
 
 @router.get("/runs/{run}/cells/{cell}", response_model=Result)
@@ -197,15 +197,13 @@ def log(site: Current, run: RunPath, cell: CellPath, asked: Annotated[_Attempt, 
 @router.get("/cells", response_model=Cells)
 def cells(site: Current, asked: Annotated[_CellPage, Query()]) -> Response:
     """Every cell with its newest result in whole runs, sorted by name. Further parameters are the project's own axes."""
-    found = [(one.cell, one.past.run.id, one.past.summary) for one in sorted(site.store.newest())]
-    return asked.matching(site, found)
+    return asked.matching(site, sorted(site.store.newest()))
 
 
 @router.get("/cells/{cell}/history", response_model=Cells)
 def history(site: Current, cell: CellPath, asked: Annotated[_Page, Query()]) -> Response:
     """Every attempt at a cell, also in partial runs, newest first."""
-    wanted = site.cell(cell)
-    return asked.page([(wanted, past.run.id, past.summary) for past in site.store.history(wanted)])
+    return asked.page(site.store.history(site.cell(cell)))
 
 
 @router.get("/diff", response_model=Changes)
@@ -226,7 +224,7 @@ def atlas(site: Current, nothing: Nothing) -> Response:
 @router.get("/badges/{axis}/{value}.svg", **_of("image/svg+xml"))
 def badge_of(site: Current, axis: AxisPath, value: BadgeValue, nothing: Nothing) -> Response:
     """A badge image with the number of cells that pass, for one value of an axis."""
-    states = Counter(one.past.summary.state for one in site.store.newest() if one.cell.axes.get(axis) == value)
+    states = Counter(one.summary.state for one in site.store.newest() if one.cell.axes.get(axis) == value)
     if not states:
         raise HTTPException(404, f"no cell has {axis} {value}")
     ended = sum(states[verdict] for verdict in ENDED)

@@ -19,7 +19,6 @@ from starlette.concurrency import run_in_threadpool
 from ..errors import MatrixError
 from ..store import Store, removal, submissions
 from ..views.facts import Error
-from ..views.runs import copied
 from .executing import NICE
 from .guard import STORE
 from .submission import Submission, Submitted
@@ -97,6 +96,7 @@ def _copied(url: str, upload: str) -> list[str]:
     os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with Store.open(url, create=False) as store:
         try:
-            return copied(store, upload)
+            with Store.open(upload, create=False, foreign=True) as other:
+                return store.merge(other)
         except MatrixError as error:
             raise MatrixError(str(error).replace(upload, "that was sent")) from None

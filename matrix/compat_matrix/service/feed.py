@@ -11,13 +11,13 @@ from typing import Any
 
 from sqlalchemy import func, select
 
-from ..cells import Cell
 from ..pages.render import Links, environment
 from ..store import Past, Store
 from ..store import queries as stored
 from ..store.documents import NEWS, kept
 from ..store.models import RESULT, RUN
-from ..views.common import clean, one_line
+from ..views.common import one_line
+from ..words import clean
 
 #: The number of entries, and of the newest results that are searched for cells that broke.
 _MOST, _RESULTS = 50, 20_000
@@ -26,7 +26,7 @@ _MOST, _RESULTS = 50, 20_000
 def entries(store: Store) -> list[tuple[datetime, str, str, str, str]]:
     """The entries, newest first: when it was, a stable identifier, the title, the text and the path of its page."""
     found, links = [], Links()
-    for cell, (run, summary), before in broke(store):
+    for (cell, run, summary, _), before in broke(store):
         key = _id(f"{run.id}/{cell}/{summary.attempt}")
         title = f"{cell} broke: {one_line(summary.reason) or summary.kind or 'it failed'}"
         said = f"{cell} failed in {run.id} ({summary.kind or 'test'}), and passed in {before}.\n\n{summary.reason}"
@@ -40,11 +40,9 @@ def entries(store: Store) -> list[tuple[datetime, str, str, str, str]]:
     return sorted(found, key=lambda entry: entry[0], reverse=True)[:_MOST]
 
 
-def broke(store: Store) -> list[tuple[Cell, Past, str]]:
+def broke(store: Store) -> list[tuple[Past, str]]:
     """The latest cells that failed after they had passed, newest first, each with the id of the run in which they had."""
-    with store.reading() as connection:
-        rows = connection.execute(_BROKE).all()
-    return [(stored.cell_of(row), stored.past_of(row), row[stored.SUMMARY]) for row in rows]
+    return [(stored.past_of(row), row[stored.SUMMARY]) for row in store.rows(_BROKE)]
 
 
 _newest = select(func.max(RESULT.c.id)).scalar_subquery()

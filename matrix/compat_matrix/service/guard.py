@@ -31,7 +31,7 @@ from ..errors import MatrixError, NotFoundError
 from ..pages.render import Links, render
 from ..store import Store
 from ..store.submissions import StateError
-from ..views.common import clean
+from ..words import clean
 from . import tokens
 
 #: Nothing is loaded from other hosts, and inline scripts and styles are disabled.

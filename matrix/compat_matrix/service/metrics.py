@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from ..store import Store, submissions
-from ..views.common import clean
+from ..words import clean
 
 
 def exposition(store: Store) -> bytes:
@@ -21,7 +21,7 @@ def exposition(store: Store) -> bytes:
         for key, value in sorted(values.items()):
             (made.labels(*key) if labels else made).set(value)
 
-    newest = [(one.cell, one.past.summary) for one in store.newest()]
+    newest = [(one.cell, one.summary) for one in store.newest()]
     states = Counter((one.state, one.kind or "", cell.device, cell.flash_attention) for cell, one in newest)
     gauge("cells", "Cells by their newest result.", states, "state", "kind", "device", "flash_attention")
     gauge("runs", "Runs by state.", Counter((clean(run.state),) for run in store.runs()), "state")

@@ -62,18 +62,18 @@ def the_home(request: Request, site: Current) -> Response:
     run = site.run(chosen["run"]) if chosen["run"] else None
     if run and run.id != chosen["run"]:
         return RedirectResponse(_links(request)(**{**chosen, "run": run.id}))
-    running = {one.cell for one in submissions.running(store, run and run.id)}
+    running = {one.cell for one in submissions.running(store, run.id if run else None)}
     newest = [] if run else store.newest()
     if run:
         entries = grid.of_run(run, store.summary(run.id), running)
     else:
         entries = {cell: grid.entry(None, excluded=why) for cell, why in site.served.items()}
-        entries |= {one.cell: grid.entry(one.past, one.cell in running) for one in newest}
+        entries |= {one.cell: grid.entry(one, one.cell in running) for one in newest}
     answer = judge(store, asked, newest or None) if asked and not _live(request) else None
     if chosen["only"]:
         condition = Expression(chosen["only"], values_of(entries))
         entries = {cell: one for cell, one in entries.items() if condition(cell)}
-    values = grid.home(chosen, asked, entries) | {"newest": next(iter(site.runs(1, partial=False)), None)}
+    values = grid.home(chosen, asked, entries) | {"newest": next(iter(site.store.runs(1, partial=False)), None)}
     values |= {"fields": ask.fields(own), "answer": answer, "run": run, "active": bool(running)}
     return _shown(request, "home", **values)
 
@@ -108,7 +108,7 @@ def the_runs(request: Request, site: Current) -> Response:
 
 def _runs(request: Request, site: Site, submitted: Mapping[str, str] = {}, refused: str = "") -> Response:
     before = request.query_params.get("before", "")
-    found = site.runs(_RUNS + 1, site.run(before).id if before else "")
+    found = site.store.runs(_RUNS + 1, site.run(before).id if before else "")
     return _shown(
         request,
         "runs",
@@ -176,9 +176,9 @@ def the_run(request: Request, site: Current, name: str) -> Response:
 def the_diff(request: Request, site: Current, old: str = "", new: str = "") -> Response:
     """The comparison of two runs: of the latest, if no new one is given, with the one before it, if no old one is given."""
     run = site.run(new or "latest") if old or new else None
-    earlier = site.runs(runs.SEARCHED, run.id if run else "", partial=False)
+    earlier = site.store.runs(runs.SEARCHED, run.id if run else "", partial=False)
     two = (site.run(old), run) if old and run else runs.last_two(site.store, [run, *earlier] if run else earlier)
-    listed = dict.fromkeys([*site.runs(_RUNS), *(two or ())])
+    listed = dict.fromkeys([*site.store.runs(_RUNS), *(two or ())])
     return _shown(request, "diff", **runs.changes(site.store, two), runs=[*listed])
 
 
@@ -202,7 +202,7 @@ def the_types(request: Request) -> Response:
 @router.get("/status")
 def the_status(request: Request, site: Current) -> Response:
     """The runs that go on, and the cells that run."""
-    going = site.runs(_RUNS, state="running")
+    going = site.store.runs(_RUNS, state="running")
     return _shown(
         request,
         "status",

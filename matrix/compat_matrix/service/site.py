@@ -58,17 +58,16 @@ class Site:
 
     def run(self, name: str) -> Run:
         """The run with this id, or else the one that `Store.resolve` finds."""
-        found = self.runs(1, name=name)
+        found = self.store.runs(1, name=name)
         return found[0] if found else self.store.run(self.store.resolve(name))
 
     def cell(self, name: str) -> Cell:
         """The cell of this name in the store or in the axes."""
-        with self.store.reading() as connection:
-            row = connection.execute(select(*stored.CELL_FIELDS).where(CELL.c.name == name)).first()
-        cell = stored.cell_of(row) if row else next((one for one in self.served if one.name == name), None)
-        if cell is None:
-            raise HTTPException(404, f"There is no cell {one_line(name, 200)!r}: no run has planned it.")
-        return cell
+        for row in self.store.rows(select(*stored.CELL_FIELDS).where(CELL.c.name == name)):
+            return stored.cell_of(row)
+        if found := next((one for one in self.served if one.name == name), None):
+            return found
+        raise HTTPException(404, f"There is no cell {one_line(name, 200)!r}: no run has planned it.")
 
     def result(self, name: str, run: str = "", attempt: int | None = None) -> tuple[Cell, Past]:
         """A cell and its result, as `explain.past_of` finds it."""
@@ -80,20 +79,9 @@ class Site:
 
     def own_axes(self) -> dict[str, str]:
         """The project's own axes, each with one of its values."""
-        with self.store.reading() as connection:
-            texts = connection.scalars(select(CELL.c.extra).distinct()).all()
-        planned = {axis: value for text in texts for axis, value in parse_own(text)}
+        rows = self.store.rows(select(CELL.c.extra).distinct())
+        planned = {axis: value for row in rows for axis, value in parse_own(row.extra)}
         return planned | ask.own_axes(self.served)
-
-    def runs(self, limit: int, after: str = "", **where: str | bool | None) -> Sequence[Run]:
-        """Runs with these values, newest first, after the run of a name."""
-        query = select(*stored.RUN_FIELDS).order_by(*stored.NEWEST_FIRST).limit(limit)
-        query = query.where(*(RUN.c[name] == value for name, value in where.items() if value is not None))
-        if after:
-            last = RUN.alias()
-            query = query.where(RUN.c.id < select(last.c.id).where(last.c.name == after).scalar_subquery())
-        with self.store.reading() as connection:
-            return [Run(*row) for row in connection.execute(query)]
 
     # What is run.
 

@@ -99,8 +99,7 @@ def add(store: Store, name: str, scopes: Iterable[str], days: float | None = Non
 
 def every(store: Store) -> list[Row[Any]]:
     """The rows of all tokens by name, including revoked ones."""
-    with store.reading() as connection:
-        return [*connection.execute(select(TOKEN).order_by(TOKEN.c.name))]
+    return [*store.rows(select(TOKEN).order_by(TOKEN.c.name))]
 
 
 def revoke(store: Store, name: str) -> None:
@@ -120,8 +119,7 @@ def find(store: Store, secret: str) -> Row[Any] | None:
     """The row of the valid token with this text, or None. Digests are compared, so that the time taken reveals nothing."""
     now, own = datetime.now(timezone.utc), TOKEN.c.digest == _digest(secret)
     valid = own & TOKEN.c.revoked.is_(None) & or_(TOKEN.c.expires.is_(None), TOKEN.c.expires > now)
-    with store.reading() as connection:
-        row = connection.execute(select(TOKEN).where(valid)).one_or_none()
+    row = next(iter(store.rows(select(TOKEN).where(valid))), None)
     if row and (row.used is None or now - row.used > _USED):
         with suppress(MatrixError), store.writing() as connection:  # it is valid anyway
             connection.execute(update(TOKEN).where(own).values(used=now))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .records import Measured, Newest, Past, Run, State, Summary
+from ..results import Measured, Past, Run, State, Summary
 from .store import Store
 
-__all__ = ["Measured", "Newest", "Past", "Run", "State", "Store", "Summary"]
+__all__ = ["Measured", "Past", "Run", "State", "Store", "Summary"]

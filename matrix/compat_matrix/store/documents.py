@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
-from typing import NamedTuple
+from typing import Any
 
 from sqlalchemy import select
 
@@ -15,14 +15,6 @@ from .store import Store
 ATLAS, NEWS = "atlas", "watch"
 
 
-class Document(NamedTuple):
-    """A text with a name, such as the atlas. Several may have the same name: the id increases with time."""
-
-    id: int
-    made: datetime
-    content: str
-
-
 def keep(store: Store, name: str, content: str) -> None:
     """Store a document; earlier ones of the same name stay."""
     row = {"name": name, "made": datetime.now(timezone.utc), "content": content}
@@ -30,18 +22,15 @@ def keep(store: Store, name: str, content: str) -> None:
         connection.execute(DOCUMENT.insert(), row)
 
 
-def kept(store: Store, name: str, limit: int = 1) -> list[Document]:
-    """The documents of a name, newest first."""
-    query = select(DOCUMENT.c.id, DOCUMENT.c.made, DOCUMENT.c.content).where(DOCUMENT.c.name == name)
-    with store.reading() as connection:
-        return [Document(*row) for row in connection.execute(query.order_by(DOCUMENT.c.id.desc()).limit(limit))]
+def kept(store: Store, name: str, limit: int = 1) -> Sequence[Any]:
+    """The rows of the documents of a name, newest first."""
+    return store.rows(select(DOCUMENT).where(DOCUMENT.c.name == name).order_by(DOCUMENT.c.id.desc()).limit(limit))
 
 
 def seen(store: Store, distribution: str) -> set[str]:
     """The releases of a distribution that were seen before."""
     query = select(RELEASE_SEEN.c.version).where(RELEASE_SEEN.c.distribution == distribution)
-    with store.reading() as connection:
-        return {*connection.scalars(query)}
+    return {row.version for row in store.rows(query)}
 
 
 def see(store: Store, distribution: str, versions: Iterable[str]) -> None:

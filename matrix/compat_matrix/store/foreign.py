@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from sqlalchemy import Connection, Engine, Row, Select, create_engine, select, text, type_coerce
+from sqlalchemy import Connection, Engine, Row, create_engine, select, text, type_coerce
 from sqlalchemy.pool import NullPool
 from sqlalchemy.types import NullType
 
 from ..cells import Cell, parse
 from ..errors import MatrixError
-from ..results import CellResult, Recorded
+from ..results import CellResult, Run
 from . import database, queries
 from .models import CELL, PLANNED, RESULT, RUN, TEXT
-from .records import Run
 
 _NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}", re.ASCII)
 
@@ -81,35 +81,27 @@ class Copied(NamedTuple):
     attempts: list[tuple[Cell, int]]
 
 
-def runs(connection: Connection) -> list[Copied]:
+def runs(connection: Connection) -> Iterator[Copied]:
     """The runs, in the order received, without their results. A `MatrixError` if a part of one isn't valid."""
-    names = connection.scalars(select(type_coerce(RUN.c.name, NullType())).order_by(RUN.c.id)).all()
-    return [_run(connection, name) for name in names]
+    for name in connection.scalars(select(type_coerce(RUN.c.name, NullType())).order_by(RUN.c.id)).all():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise MatrixError(f"{_shown(name)} isn't the id of a run")
+        with _valid(name):
+            row = connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == name)).one()
+            axes = connection.scalar(select(TEXT.c.content).join(RUN).where(RUN.c.name == name))
+            query = select(*queries.CELL_FIELDS, PLANNED.c.excluded).join_from(PLANNED, CELL).join(RUN)
+            rows = connection.execute(query.where(RUN.c.name == name).order_by(PLANNED.c.position))
+            planned = {_cell(row): row.excluded for row in rows}
+            if wrong := next((why for why in planned.values() if not isinstance(why, (str, type(None)))), None):
+                raise ValueError(f"excluded: {_shown(wrong)} isn't a reason")
+            run = _RUN.validate_python(vars(Run(*row)))
+            yield Copied(run, axes or "", planned, attempts(connection, name))
 
 
-def _run(connection: Connection, name: Any) -> Copied:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise MatrixError(f"{_shown(name)} isn't the id of a run")
-    cells = select(*queries.CELL_FIELDS)
-    with _valid(name):
-        row = connection.execute(select(*queries.RUN_FIELDS).where(RUN.c.name == name)).one()
-        axes = connection.scalar(select(TEXT.c.content).join(RUN).where(RUN.c.name == name))
-        planned = cells.add_columns(PLANNED.c.excluded).join_from(PLANNED, CELL).join(RUN, RUN.c.id == PLANNED.c.run_id)
-        planned = planned.where(RUN.c.name == name).order_by(PLANNED.c.position)
-        excluded = {_cell(row): row.excluded for row in connection.execute(planned)}
-        if wrong := next((why for why in excluded.values() if not isinstance(why, (str, type(None)))), None):
-            raise ValueError(f"excluded: {_shown(wrong)} isn't a reason")
-        run = _RUN.validate_python(Run(*row)._asdict())
-        return Copied(run, axes or "", excluded, [(_cell(row), row.attempt) for row in attempts(connection, name)])
-
-
-def attempts(connection: Connection, run: str) -> Sequence[Row[Any]]:
+def attempts(connection: Connection, run: str) -> list[tuple[Cell, int]]:
     """The cell and the attempt of each result of a run, in the order received."""
-    query: Select[Any] = select(*queries.CELL_FIELDS, RESULT.c.attempt).join_from(
-        RESULT, CELL, CELL.c.id == RESULT.c.cell_id
-    )
-    query = query.join(RUN, RUN.c.id == RESULT.c.run_id).where(RUN.c.name == run).order_by(RESULT.c.id)
-    return connection.execute(query).all()
+    query = select(*queries.CELL_FIELDS, RESULT.c.attempt).select_from(queries.RESULTS).where(RUN.c.name == run)
+    return [(queries.cell_of(row), row.attempt) for row in connection.execute(query.order_by(RESULT.c.id))]
 
 
 def result(connection: Connection, name: str, cell: Cell, attempt: int) -> CellResult:
@@ -118,9 +110,7 @@ def result(connection: Connection, name: str, cell: Cell, attempt: int) -> CellR
         found = queries.read_result(connection, name, cell, attempt)
         if found is None:
             raise ValueError(f"it has no attempt {_shown(attempt)}")
-        for figure in (figure for test in found.tests for figure in test.figures):
-            Recorded.model_validate(figure._asdict())
-        checked = _RESULT.validate_python({**vars(found), "tests": [vars(test) for test in found.tests]})
+        checked = _RESULT.validate_python(asdict(found))
         _Environment.model_validate(checked.environment)
         return checked
 

@@ -13,10 +13,9 @@ from sqlalchemy import Column, Connection, and_, delete, func, insert, select, u
 from .. import versions
 from ..cells import AXES, Cell
 from ..errors import NotFoundError
-from ..results import ENDED, CellResult, Outcome
+from ..results import ENDED, CellResult, Outcome, Run, options_of
 from .models import CELL, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, SUBMISSION, TEST, TEXT
 from .queries import NEWEST_FIRST, RUN_FIELDS, VERSION_FIELDS, chunks, exact_versions, first
-from .records import Run, options_of
 
 #: The id (arbitrary) of the lock of `lock`.
 _LOCK = 5_417_226_031
@@ -32,11 +31,7 @@ def lock(connection: Connection) -> None:
 
 
 def key(connection: Connection, name: str) -> int:
-    """The primary key of the run with this name.
-
-    Raises:
-        NotFoundError: there is no such run.
-    """
+    """The primary key of the run with this name. A `NotFoundError` if there is no such run."""
     found: int | None = connection.scalar(select(RUN.c.id).where(RUN.c.name == name))
     if found is None:
         raise NotFoundError(f"the store has no run {name!r}")
@@ -50,7 +45,7 @@ def new_run(
     lock(connection)  # of parts that begin at once, the second must see the first
     axes_id = _shared(connection, TEXT.c.content, [axes] if axes else []).get(axes)
     whole = _whole(connection, values, axes_id, {*cells} - {*excluded}) or values.id
-    row = {**values._asdict(), "name": values.id, "axes_id": axes_id, "whole": whole}
+    row = {**vars(values), "name": values.id, "axes_id": axes_id, "whole": whole}
     del row["id"]
     run: int = connection.scalars(RUN.insert().returning(RUN.c.id), row).one()
     plan(connection, run, cells, excluded)
@@ -135,7 +130,7 @@ def add_result(connection: Connection, run: int, found: CellResult) -> None:
         of_test = {"result_id": result, "nodeid_id": nodeids[one.nodeid]}
         ended = {"outcome": one.outcome, "seconds": one.seconds, "message_id": texts.get(message)}
         tests.append({**of_test, "position": position, **ended})
-        figures += ({**of_test, **figure._asdict()} for figure in one.figures)
+        figures += ({**of_test, **vars(figure)} for figure in one.figures)
     logs = [{"result_id": result, "content": _kept(found.log)}] if found.log else []
     for table, rows in ((TEST, tests), (FIGURE, figures), (LOG, logs)):
         if rows:  # with RETURNING it is one statement on PostgreSQL instead of one a row

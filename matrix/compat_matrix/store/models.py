@@ -6,7 +6,9 @@ A change of them is a further revision there: a file of SQL and a module with it
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from datetime import datetime, timezone
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,15 @@ class Plain(TypeDecorator[str]):
         return value and value.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
+def pieces(packed: bytes) -> Iterator[bytes]:
+    """Decompressed text in pieces, none of them large."""
+    unpacker = zlib.decompressobj()
+    while packed:
+        yield unpacker.decompress(packed, 64 * 2**10)
+        packed = unpacker.unconsumed_tail
+    yield unpacker.flush()
+
+
 class Packed(TypeDecorator[str]):
     """Compressed text, which may contain any character."""
 
@@ -77,13 +88,9 @@ class Packed(TypeDecorator[str]):
             return None
         if not isinstance(value, bytes):
             raise zlib.error(f"a text can't be unpacked: it is {value!r:.40}")
-        if len(value) > MOST // 1032:  # of at most 1,032 bytes each byte is one
-            unpacker, rest, size = zlib.decompressobj(), value, 0
-            while rest:
-                size += len(unpacker.decompress(rest, 2**20))
-                rest = unpacker.unconsumed_tail
-                if size > MOST:
-                    raise zlib.error(f"a text has more than {MOST // 2**20} MiB")
+        may_be_long = len(value) > MOST // 1032  # of at most 1,032 bytes each byte is one
+        if may_be_long and any(size > MOST for size in accumulate(map(len, pieces(value)))):
+            raise zlib.error(f"a text has more than {MOST // 2**20} MiB")
         return zlib.decompress(value).decode("utf-8", "surrogatepass")
 
 
@@ -143,8 +150,8 @@ TOKEN = metadata.tables["token"]
 #: The runs that wait for a service or are executed by one, in the order of `id`.
 #:
 #: `again`: the cells to repeat, with their attempts so far, as JSON. `claim`, `host` and `seen`: the service that executes the
-#: run, and when it last said so; null while the run waits. `running`: the cells that run now, with their beginnings, as JSON.
-#: `tries`: how often its execution began since its last result. `reason`: why the last one failed.
+#: run, and when it last said so; null while the run waits, and `host` empty. `running`: the cells that run now, with their
+#: beginnings, as JSON. `tries`: how often its execution began since its last result. `reason`: why the last one failed.
 SUBMISSION = metadata.tables["submission"]
 
 #: Texts of `watch` by name, such as the atlas as JSON; the newest of a name is the current one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import lru_cache
 from itertools import islice
 from typing import Any, TypeVar
@@ -13,18 +14,17 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import ColumnElement, Connection, Row, ScalarSelect, Select, and_, case, func, select, true
 
 from ..cells import AXES, Cell, parse_own
-from ..results import ENDED, CellResult, Figure, Test
+from ..results import ENDED, CellResult, Figure, Measured, Past, Run, Summary, Test
 from ..versions import exact
 from .models import CELL, FIGURE, LOG, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
-from .records import Newest, Past, Run, Summary
 
 T = TypeVar("T")
 
 _CELL = len(AXES) + 1
 #: The columns of a cell, the first of the rows that `cell_of` and `summary_of` take.
 CELL_FIELDS = (*(CELL.c[axis] for axis in AXES), CELL.c.extra)
-RUN_FIELDS: tuple[ColumnElement[Any], ...] = tuple(RUN.c["name" if name == "id" else name] for name in Run._fields)
-_FIGURE_FIELDS = tuple(FIGURE.c[name] for name in Figure._fields)
+RUN_FIELDS: tuple[ColumnElement[Any], ...] = (RUN.c.name, *(RUN.c[one.name] for one in fields(Run)[1:]))
+_FIGURE_FIELDS = tuple(FIGURE.c[one.name] for one in fields(Figure))
 #: The columns from which `exact_versions` reads versions.
 VERSION_FIELDS = (RESULT.c.environment_id, RESULT.c.pins_id)
 
@@ -43,6 +43,9 @@ _BRIEF = 6
 
 #: The number of columns that `summary_of` takes.
 SUMMARY = _CELL + len(Summary._fields)
+
+#: Results with their runs and cells.
+RESULTS = RESULT.join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
 
 #: In the order in which the store received the runs, because the clock of the machine that ran one may be wrong.
 NEWEST_FIRST = (RUN.c.id.desc(),)
@@ -134,9 +137,10 @@ def environment_of(text: str | None) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def past_of(row: Sequence[Any]) -> Past:
+def past_of(row: Sequence[Any], versions: Mapping[str, str] = {}) -> Past:
     """The result in a row of `summary` that ends with the run's fields."""
-    return Past(_run(*row[-len(RUN_FIELDS) :]), summary_of(row)[1])
+    cell, summary = summary_of(row)
+    return Past(cell, _run(*row[-len(RUN_FIELDS) :]), summary, versions)
 
 
 _run = lru_cache(1000)(Run)
@@ -153,17 +157,15 @@ def exact_versions(connection: Connection, rows: Sequence[Row[Any]]) -> list[dic
     ]
 
 
-def newest_of(connection: Connection, query: Select[Any]) -> list[Newest]:
+def with_versions(connection: Connection, query: Select[Any]) -> list[Past]:
     """The results in the rows of `summary` with `VERSION_FIELDS`, which end with the run's fields."""
     rows = connection.execute(query).all()
-    versions = exact_versions(connection, rows)
-    return [Newest(cell_of(row), past_of(row), found) for row, found in zip(rows, versions, strict=True)]
+    return [*map(past_of, rows, exact_versions(connection, rows))]
 
 
 def result_key(run_name: str, wanted: Cell, attempt: int | None = None) -> ScalarSelect[int]:
     """The key of the result of a cell in a run that counts, or of an attempt: that in the part `run_name` before other parts'."""
-    query = select(RESULT.c.id).join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
-    query = query.where(of_run(run_name), CELL.c.name == wanted.name)
+    query = select(RESULT.c.id).select_from(RESULTS).where(of_run(run_name), CELL.c.name == wanted.name)
     query = query.where(IS_LAST if attempt is None else RESULT.c.attempt == attempt)
     own_first = () if attempt is None else (case((RUN.c.name == run_name, 0), else_=1),)
     return query.order_by(*own_first, *_COUNTS_FIRST).limit(1).scalar_subquery()
@@ -178,8 +180,8 @@ def read_result(
         return None
     figures: dict[int, list[Figure]] = {}
     query = select(FIGURE.c.nodeid_id, *_FIGURE_FIELDS).where(FIGURE.c.result_id == row.id, _IS_FINITE)
-    for key, *fields in connection.execute(query.order_by(FIGURE.c.name)):
-        figures.setdefault(key, []).append(Figure(*fields))
+    for key, *values in connection.execute(query.order_by(FIGURE.c.name)):
+        figures.setdefault(key, []).append(Figure(*values))
     query = select(NODEID.c.id, NODEID.c.name, TEST.c.outcome, TEST.c.seconds, TEXT.c.content).join_from(TEST, NODEID)
     query = query.outerjoin(TEXT, TEST.c.message_id == TEXT.c.id).where(TEST.c.result_id == row.id)
     tests = connection.execute(query.order_by(TEST.c.position)).all()
@@ -209,18 +211,19 @@ def texts_of(connection: Connection, keys: Iterable[int | None]) -> dict[int | N
     return found
 
 
-def measured(*conditions: Any) -> Select[Any]:
-    """Figures, those received first at the beginning, with the columns for `figure_of`."""
-    query = select(*CELL_FIELDS, RESULT.c.environment_id, FIGURE.c.result_id, *_FIGURE_FIELDS, *RUN_FIELDS)
-    query = query.select_from(FIGURE).join(RESULT, RESULT.c.id == FIGURE.c.result_id)
-    query = query.join(RUN, RUN.c.id == RESULT.c.run_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
-    return query.where(*conditions, _IS_FINITE).order_by(RUN.c.id, RESULT.c.attempt, FIGURE.c.name)
-
-
-def figure_of(row: Sequence[Any]) -> tuple[Run, Figure]:
-    """The run and the figure in a row of `measured`."""
-    end = len(row) - len(RUN_FIELDS)
-    return _run(*row[end:]), Figure(*row[end - len(_FIGURE_FIELDS) : end])
+def measured(connection: Connection, *conditions: ColumnElement[bool]) -> dict[Cell, list[Measured]]:
+    """Figures by cell, in the order received."""
+    query = select(*CELL_FIELDS, *_FIGURE_FIELDS, RESULT.c.environment_id, *RUN_FIELDS).select_from(RESULTS)
+    query = query.join(FIGURE, FIGURE.c.result_id == RESULT.c.id).where(*conditions, _IS_FINITE)
+    rows = connection.execute(query.order_by(RUN.c.id, RESULT.c.attempt, FIGURE.c.name)).all()
+    texts = texts_of(connection, (row.environment_id for row in rows))
+    devices = {key: str(environment_of(content).get("device", "")) for key, content in texts.items()}
+    found: dict[Cell, list[Measured]] = {}
+    for row in rows:
+        figure = Figure(*row[_CELL : _CELL + len(_FIGURE_FIELDS)])
+        one = Measured(_run(*row[-len(RUN_FIELDS) :]), figure, devices.get(row.environment_id, ""))
+        found.setdefault(cell_of(row), []).append(one)
+    return found
 
 
 #: A store of unknown origin may have any value.

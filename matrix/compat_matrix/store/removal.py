@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime, timedelta, timezone
 
 from sqlalchemy import Connection, delete, except_, select
 
 from . import inserts
 from .models import CELL, NEWEST, NODEID, RESULT, RUN, SUBMISSION, TEXT, metadata
-from .records import Run
 from .store import Store
 from .submissions import StateError
 
@@ -32,12 +30,6 @@ def delete_runs(store: Store, runs: Iterable[str]) -> None:
             _delete(connection, name)
     if names:
         _sweep(store)
-
-
-def older(store: Store, keep: timedelta) -> list[Run]:
-    """The runs that ended longer ago than `keep`, newest first."""
-    before = datetime.now(timezone.utc) - keep
-    return [one for one in store.runs() if one.state != "running" and (one.finished or one.started) < before]
 
 
 def _ended(connection: Connection, name: str) -> int:

@@ -17,15 +17,11 @@ from sqlalchemy import Connection, Engine, Select, and_, case, func, select, tex
 
 from ..cells import Cell
 from ..errors import MatrixError, NotFoundError
-from ..results import CellResult, Figure
+from ..results import CellResult, Figure, Measured, Past, Run, State, Summary
 from ..words import plural
 from . import database, foreign, inserts, queries
 from .foreign import check_schema
 from .models import CELL, FAILED, FIGURE, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
-from .records import Comparison, Measured, Newest, Past, Run, State, Summary
-
-#: The number of runs whose figures of a cell are read.
-_MEASURED = 100
 
 
 class Store:
@@ -35,7 +31,7 @@ class Store:
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
-        self._engine = engine
+        self.engine = engine
         self.name = name
 
     @classmethod
@@ -66,16 +62,11 @@ class Store:
     @property
     def url(self) -> str:
         """The URL of the database, with its password."""
-        return self._engine.url.render_as_string(hide_password=False)
-
-    @property
-    def dialect(self) -> str:
-        """``"sqlite"``, ``"postgresql"``."""
-        return self._engine.dialect.name
+        return self.engine.url.render_as_string(hide_password=False)
 
     def close(self) -> None:
         """Close the connections to the database."""
-        self._engine.dispose()
+        self.engine.dispose()
 
     def __enter__(self) -> Store:
         return self
@@ -135,9 +126,14 @@ class Store:
 
     # Reading.
 
-    def runs(self) -> list[Run]:
-        """All runs, newest first."""
-        return self._runs()
+    def runs(self, limit: int | None = None, after: str = "", **where: object) -> list[Run]:
+        """Runs, newest first: at most `limit`, after the one with an id, and with these values."""
+        query = select(*queries.RUN_FIELDS).order_by(*queries.NEWEST_FIRST).limit(limit)
+        query = query.where(*(RUN.c[name] == value for name, value in where.items() if value is not None))
+        if after:
+            last = RUN.alias()
+            query = query.where(RUN.c.id < select(last.c.id).where(last.c.name == after).scalar_subquery())
+        return [Run(*row) for row in self.rows(query)]
 
     def resolve(self, text: str) -> str:
         """The id of a run by its id, its label, the beginning of its id, ``latest``, or ``latest~1`` for the one before.
@@ -150,8 +146,6 @@ class Store:
             NotFoundError: there is no such run, or several match.
         """
         known = self.runs()
-        if not known:
-            raise NotFoundError(f"the store {self.name} has no runs")
         if match := re.fullmatch(r"latest(?:~(\d{1,9}))?", text):
             back = int(match[1] or 0)
             wholes = [*dict.fromkeys(one.whole for one in [one for one in known if not one.partial] or known)]
@@ -163,31 +157,20 @@ class Store:
         wholes = [*dict.fromkeys(one.whole for one in found)]
         if len(wholes) == 1:
             return wholes[0]
-        some = ", ".join([one.id for one in found or known][:5])
+        some = ", ".join([one.id for one in found or known][:5]) or "none"
         if found:
             raise NotFoundError(f"{len(wholes)} runs begin with {text!r}, such as {some}")
         raise NotFoundError(f"no run is called {text!r}; there are {some}{', and others' * (len(known) > 5)}")
 
     def parts(self, run: str) -> list[Run]:
         """The parts of a run, in the order received; only the run itself if it has no others."""
-        return self._runs(queries.of_run(self.run(run).id))[::-1]
+        return self.runs(whole=self.run(run).whole)[::-1]
 
     def run(self, run: str) -> Run:
         """A run by its id: this part of it."""
         with self.reading() as connection:
-            key = inserts.key(connection, run)
-        return self._runs(RUN.c.id == key)[0]
-
-    def _runs(self, *conditions: Any) -> list[Run]:
-        query = select(*queries.RUN_FIELDS).where(*conditions).order_by(*queries.NEWEST_FIRST)
-        with self.reading() as connection:
-            return [Run(*row) for row in connection.execute(query)]
-
-    def axes(self, run: str) -> str:
-        """The text of the axes file, as passed to `new_run`."""
-        query = select(TEXT.c.content).join(RUN).where(RUN.c.name == run)
-        with self.reading() as connection:
-            return connection.scalar(query) or ""
+            inserts.key(connection, run)
+        return self.runs(name=run)[0]
 
     def summary(self, run: str, *, brief: bool = False) -> dict[Cell, Summary]:
         """Every cell of a run, in the order planned, with the result that counts: the latest, and of several parts the newest.
@@ -203,65 +186,43 @@ class Store:
                 inserts.key(connection, run)
         return found
 
-    def compare(self, old: str, new: str) -> Comparison:
-        """The cells that ended differently in two runs, and the tests that failed once in cells that failed both times."""
-        cells: dict[Cell, tuple[Summary | None, Summary | None]] = {}
+    def changed_tests(
+        self, old: str, new: str, cells: Iterable[Cell]
+    ) -> tuple[dict[Cell, list[str]], dict[Cell, list[str]]]:
+        """Of cells that failed in two runs: the tests that ran in both and failed only in the new one, and only in the old one."""
         with self.reading() as connection:
-            before, after = (self._ends(connection, name) for name in (old, new))
-            differing = [
-                key for key in before.keys() | after.keys() if before.get(key, ())[:2] != after.get(key, ())[:2]
-            ]
-            for some in queries.chunks(sorted(differing)):
-                own = queries.summary().where(PLANNED.c.cell_id.in_(some))
-                was, now = (_counting(connection, own.where(queries.of_run(name))) for name in (old, new))
-                cells |= {one: (was.get(one), now.get(one)) for one in was.keys() | now.keys()}
-            both = [
-                (before[key][2], after[key][2])
-                for key in before.keys() & after.keys()
-                if before[key][0] == after[key][0] == "failed" and before[key] != after[key]
-            ]
-            mended, broke = _failed_once(connection, both), _failed_once(connection, [pair[::-1] for pair in both])
-        return Comparison(cells, broke, mended)
-
-    def _ends(self, connection: Connection, run: str) -> dict[int, tuple[str | None, str | None, int]]:
-        """Verdict, kind and key of the results that count, by the key of the cell: faster than summaries."""
-        inserts.key(connection, run)
-        query = queries.summary().where(queries.of_run(run)).order_by(*queries.COUNTS_LAST)
-        rows = connection.execute(
-            query.with_only_columns(PLANNED.c.cell_id, RESULT.c.verdict, RESULT.c.kind, RESULT.c.id)
-        )
-        return {row[0]: (row[1], row[2], row[3]) for row in rows}
+            before, after = (_failed(connection, run) for run in (old, new))
+            both = [(before[cell], after[cell]) for cell in cells if before[cell] != after[cell]]
+            return _failed_once(connection, [pair[::-1] for pair in both]), _failed_once(connection, both)
 
     def current(self, runs: Collection[str] | None = None) -> dict[Cell, Past]:
         """Every cell, sorted, with its newest result in all whole runs, or in the given runs.
 
         A run in which the cell wasn't run or was only planned counts if no other run has the cell.
         """
-        return {one.cell: one.past for one in sorted(self.newest(runs))}
+        return {one.cell: one for one in sorted(self.newest(runs))}
 
-    def newest(self, runs: Collection[str] | None = None, *, cell: Cell | None = None) -> list[Newest]:
+    def newest(self, runs: Collection[str] | None = None, *, cell: Cell | None = None) -> list[Past]:
         """As `current`, in any order, with the exact versions; only of one cell if it is given."""
         own = true() if cell is None else CELL.c.name == cell.name
+        if runs is None:
+            rows = self.rows(queries.CURRENT.where(own))
+            return [queries.past_of(row, queries.versions_of(row.versions)) for row in rows]
+        more = (*queries.VERSION_FIELDS, *queries.RUN_FIELDS)
         with self.reading() as connection:
-            if runs is not None:
-                more = (*queries.VERSION_FIELDS, *queries.RUN_FIELDS)
-                return queries.newest_of(connection, queries.first(*more, where=and_(queries.of_run(*runs), own)))
-            rows = connection.execute(queries.CURRENT.where(own))
-            return [
-                Newest(queries.cell_of(row), queries.past_of(row), queries.versions_of(row.versions)) for row in rows
-            ]
+            return queries.with_versions(connection, queries.first(*more, where=and_(queries.of_run(*runs), own)))
 
-    def in_each_environment(self, cells: Iterable[Cell]) -> list[Newest]:
+    def in_each_environment(self, cells: Iterable[Cell]) -> list[Past]:
         """The newest results of each of these cells whose tests ran, one for each of its environments, in whole runs."""
-        best: Select[Any] = select(func.max(RESULT.c.id)).join_from(RESULT, RUN, RUN.c.id == RESULT.c.run_id)
+        best: Select[Any] = select(func.max(RESULT.c.id)).select_from(queries.RESULTS)
         best = best.where(RUN.c.partial.is_(False), queries.HAS_ENDED, queries.IS_LAST)
         best = best.group_by(RESULT.c.cell_id, *queries.VERSION_FIELDS)
         query = queries.summary(*queries.VERSION_FIELDS, *queries.RUN_FIELDS, every=True)
-        found: list[Newest] = []
+        found: list[Past] = []
         with self.reading() as connection:
             for names in queries.chunks(cell.name for cell in cells):
-                own = RESULT.c.cell_id.in_(select(CELL.c.id).where(CELL.c.name.in_(names)))
-                found += queries.newest_of(connection, query.where(RESULT.c.id.in_(best.where(own))))
+                own = best.where(CELL.c.name.in_(names))
+                found += queries.with_versions(connection, query.where(RESULT.c.id.in_(own)))
         return found
 
     def totals(self, runs: Iterable[str]) -> dict[str, Counter[State]]:
@@ -270,18 +231,16 @@ class Store:
         without = case((PLANNED.c.excluded.is_not(None), "excluded"), else_="unfinished")
         state = func.coalesce(RESULT.c.verdict, without).label("state")
         query = queries.summary().with_only_columns(RUN.c.name, state, func.count()).group_by(RUN.c.name, state)
-        with self.reading() as connection:
-            for names in queries.chunks(totals):
-                for name, found, count in connection.execute(query.where(RUN.c.name.in_(names))):
-                    totals[name][found] = count
+        for names in queries.chunks(totals):
+            for name, found, count in self.rows(query.where(RUN.c.name.in_(names))):
+                totals[name][found] = count
         return totals
 
     def past(self, run: str, cell: Cell, attempt: int | None = None) -> Past | None:
         """A result of a cell in a run without its tests, chosen as by `result`; None if the run has none."""
         query = queries.summary(*queries.RUN_FIELDS, every=True)
-        with self.reading() as connection:
-            row = connection.execute(query.where(RESULT.c.id == queries.result_key(run, cell, attempt))).one_or_none()
-        return queries.past_of(row) if row else None
+        rows = self.rows(query.where(RESULT.c.id == queries.result_key(run, cell, attempt)))
+        return next(map(queries.past_of, rows), None)
 
     def result(self, run: str, cell: Cell, attempt: int | None = None, *, log: bool = True) -> CellResult:
         """The whole result of a cell in a run: the one that counts, or of an attempt in this part of the run, or else another part.
@@ -302,45 +261,32 @@ class Store:
     def environment(self, run: str, cell: Cell) -> dict[str, Any]:
         """The environment in the result of a cell that counts; empty if it has none."""
         query = select(TEXT.c.content).join(RESULT, RESULT.c.environment_id == TEXT.c.id)
-        with self.reading() as connection:
-            found = connection.scalar(query.where(RESULT.c.id == queries.result_key(run, cell)))
-        return dict(queries.environment_of(found))
+        rows = self.rows(query.where(RESULT.c.id == queries.result_key(run, cell)))
+        return dict(queries.environment_of(rows[0].content if rows else None))
 
     def figures(self, run: str) -> dict[Cell, list[Figure]]:
         """The figures of a run, by cell, sorted by name: those of the results that count."""
-        measured = self.measured(runs=[run])
+        counting = queries.first(RESULT.c.id.label("key"), where=queries.of_run(run)).subquery()
         with self.reading() as connection:
-            counting = {result for _, _, result in self._ends(connection, run).values()} if measured else set()
-        found = {cell: [one.figure for one in every if one.result in counting] for cell, every in measured.items()}
-        return {cell: figures for cell, figures in found.items() if figures}
+            found = queries.measured(connection, RESULT.c.id.in_(select(counting.c.key)))
+        return {cell: [one.figure for one in every] for cell, every in found.items()}
 
-    def measured(self, *, cell: Cell | None = None, runs: Collection[str] = ()) -> dict[Cell, list[Measured]]:
-        """Figures by cell, in the order received: those in the given runs, or of one cell in the last 100 runs that measured any."""
-        if cell is None:
-            wanted = queries.of_run(*runs)
-        else:
-            last = select(RESULT.c.run_id).join_from(FIGURE, RESULT).join(CELL, CELL.c.id == RESULT.c.cell_id)
-            last = last.where(CELL.c.name == cell.name).distinct().order_by(RESULT.c.run_id.desc()).limit(_MEASURED)
-            wanted = and_(CELL.c.name == cell.name, RUN.c.id.in_(last))
+    def measured(self, runs: Iterable[str]) -> dict[Cell, list[Measured]]:
+        """The figures of runs by cell, in the order received."""
         with self.reading() as connection:
-            rows = connection.execute(queries.measured(wanted)).all()
-            texts = queries.texts_of(connection, (row.environment_id for row in rows))
-        devices = {key: str(queries.environment_of(content).get("device", "")) for key, content in texts.items()}
-        found: dict[Cell, list[Measured]] = {}
-        for row in rows:
-            one = Measured(*queries.figure_of(row), devices.get(row.environment_id, ""), row.result_id)
-            found.setdefault(queries.cell_of(row), []).append(one)
-        return found
+            return queries.measured(connection, queries.of_run(*runs))
 
-    def history(self, cell: Cell, *, run: str | None = None, limit: int | None = None) -> list[Past]:
-        """Attempts at a cell, in one run or in all, the newest part of a run and its latest attempt first; at most `limit`."""
+    def series(self, cell: Cell) -> list[Measured]:
+        """The figures of a cell in the last 100 runs that measured any, in the order received."""
+        last = select(RESULT.c.run_id).select_from(queries.RESULTS).join(FIGURE, FIGURE.c.result_id == RESULT.c.id)
+        last = last.where(CELL.c.name == cell.name).distinct().order_by(RESULT.c.run_id.desc()).limit(100)
+        with self.reading() as connection:
+            return queries.measured(connection, CELL.c.name == cell.name, RUN.c.id.in_(last)).get(cell, [])
+
+    def history(self, cell: Cell, *, limit: int | None = None) -> list[Past]:
+        """Attempts at a cell, the newest run and its latest attempt first; at most `limit`."""
         query = queries.summary(*queries.RUN_FIELDS, every=True).where(CELL.c.name == cell.name).limit(limit)
-        query = query.order_by(*queries.NEWEST_FIRST, RESULT.c.attempt.desc())
-        if run is not None:
-            query = query.where(queries.of_run(run))
-        with self.reading() as connection:
-            rows = connection.execute(query).all()
-        return [queries.past_of(row) for row in rows]
+        return [*map(queries.past_of, self.rows(query.order_by(*queries.NEWEST_FIRST, RESULT.c.attempt.desc())))]
 
     # Between stores.
 
@@ -354,18 +300,14 @@ class Store:
         """
         with other.reading() as there:
             found = [one for one in foreign.runs(there) if runs is None or one.run.id in runs]
-        lacking = [(one, self._lacking(one)) for one in found]
+        with self.reading() as here:
+            ours = [{*foreign.attempts(here, one.run.id)} for one in found]
+        lacking = [[one for one in theirs.attempts if one not in own] for theirs, own in zip(found, ours, strict=True)]
         with other.reading() as there:
-            for one, attempts in lacking:
+            for theirs, attempts in zip(found, lacking, strict=True):
                 for attempt in attempts:
-                    foreign.result(there, one.run.id, *attempt)
-        return [one.run.id for one, attempts in lacking if self._merge(other, one, attempts)]
-
-    def _lacking(self, theirs: foreign.Copied) -> list[tuple[Cell, int]]:
-        """The cells and attempts of the results of a run that this store lacks."""
-        with self.reading() as connection:
-            here = {(queries.cell_of(row), row.attempt) for row in foreign.attempts(connection, theirs.run.id)}
-        return [one for one in theirs.attempts if one not in here]
+                    foreign.result(there, theirs.run.id, *attempt)
+        return [one.run.id for one, some in zip(found, lacking, strict=True) if self._merge(other, one, some)]
 
     def _merge(self, other: Store, theirs: foreign.Copied, lacking: list[tuple[Cell, int]]) -> bool:
         """Copy a run and its lacking results; returns whether something has changed."""
@@ -404,26 +346,26 @@ class Store:
                 part = Path(folder, "store.db")
                 with Store.open(str(part)) as store:
                     store.merge(self, runs)
-                    store.single_file()
+                    database.set_journal(store.engine, "DELETE")
                 part.replace(target)
         except OSError as error:
             raise MatrixError(f"{target} can't be written: {error}") from error
 
-    def single_file(self) -> None:
-        """Merge SQLite's write-ahead log into the file."""
-        with database.explained(self.name):
-            database.set_journal(self._engine, "DELETE")
+    def rows(self, query: Select[Any]) -> Sequence[Any]:
+        """The rows of a query."""
+        with self.reading() as connection:
+            return connection.execute(query).all()
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A connection whose errors are raised as `MatrixError`."""
-        with database.explained(self.name), self._engine.connect() as connection:
+        with database.explained(self.name), self.engine.connect() as connection:
             yield connection
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
         """A writing transaction."""
-        with database.explained(self.name), database.writing(self._engine).begin() as connection:
+        with database.explained(self.name), database.writing(self.engine).begin() as connection:
             yield connection
 
 
@@ -439,6 +381,12 @@ def _counting(connection: Connection, query: Select[Any]) -> dict[Cell, Summary]
     return found
 
 
+def _failed(connection: Connection, run: str) -> dict[Cell, int]:
+    """The keys of the results that failed; of several in one cell that of the newest."""
+    query = queries.summary(RESULT.c.id, brief=True).where(queries.of_run(run), RESULT.c.verdict == "failed")
+    return {queries.cell_of(row): row[-1] for row in connection.execute(query.order_by(RESULT.c.id))}
+
+
 def _failed_once(connection: Connection, pairs: Iterable[tuple[int, int]]) -> dict[Cell, list[str]]:
     """The tests that failed in the first result of a pair and not in the second, but ran there; by cell, sorted."""
     found: dict[Cell, list[str]] = {}
@@ -448,8 +396,8 @@ def _failed_once(connection: Connection, pairs: Iterable[tuple[int, int]]) -> di
         for result, test in connection.execute(query.where(text(f"test.{FAILED}"))):
             failed[result].add(test)
         once = {other: tests for one, other in some if (tests := failed[one] - failed[other])}
-        ran = select(*queries.CELL_FIELDS, TEST.c.result_id, TEST.c.nodeid_id, NODEID.c.name).join_from(TEST, NODEID)
-        ran = ran.join(RESULT, RESULT.c.id == TEST.c.result_id).join(CELL, CELL.c.id == RESULT.c.cell_id)
+        ran = select(*queries.CELL_FIELDS, TEST.c.result_id, TEST.c.nodeid_id, NODEID.c.name)
+        ran = ran.select_from(queries.RESULTS).join(TEST, TEST.c.result_id == RESULT.c.id).join(NODEID)
         ran = ran.where(TEST.c.result_id.in_(once), TEST.c.outcome != "skipped")
         for keys in queries.chunks(set[int]().union(*once.values())):
             for row in connection.execute(ran.where(TEST.c.nodeid_id.in_(keys))):

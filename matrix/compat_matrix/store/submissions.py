@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, delete, select, update
 
@@ -25,21 +26,6 @@ class Running(NamedTuple):
     run: str
     cell: Cell
     since: datetime
-
-
-class Waiting(NamedTuple):
-    """A run that waits for a service or is executed by one.
-
-    Attributes:
-        host: the machine of the service that executes it; empty while it waits.
-        seen: when that service last said so, by the clock of the database.
-        reason: why its execution failed before; empty if it didn't.
-    """
-
-    run: str
-    host: str
-    seen: datetime | None
-    reason: str
 
 
 def remove(connection: Connection, run: int) -> None:
@@ -63,20 +49,18 @@ def cancel(store: Store, run: str) -> None:
         remove(connection, key)
 
 
-def waiting(store: Store) -> list[Waiting]:
-    """The runs that wait or are executed, in order."""
-    query = select(RUN.c.name, SUBMISSION.c.host, SUBMISSION.c.seen, SUBMISSION.c.reason).join_from(SUBMISSION, RUN)
-    with store.reading() as connection:
-        return [Waiting(*row) for row in connection.execute(query.order_by(SUBMISSION.c.id))]
+def waiting(store: Store) -> Sequence[Any]:
+    """The rows of the runs that wait or are executed, in order, with the id of the `run`."""
+    query = select(RUN.c.name.label("run"), SUBMISSION.c.host, SUBMISSION.c.seen, SUBMISSION.c.reason)
+    return store.rows(query.join_from(SUBMISSION, RUN).order_by(SUBMISSION.c.id))
 
 
 def running(store: Store, run: str | None = None) -> list[Running]:
     """The cells of one run or of all that services run now."""
     query = select(RUN.c.name, SUBMISSION.c.running).join_from(SUBMISSION, RUN).order_by(SUBMISSION.c.id)
-    with store.reading() as connection:
-        return [
-            Running(name, parse(cell), datetime.fromisoformat(since))
-            for name, cells in connection.execute(query)
-            if run in (None, name)
-            for cell, since in json.loads(cells).items()
-        ]
+    return [
+        Running(name, parse(cell), datetime.fromisoformat(since))
+        for name, cells in store.rows(query)
+        if run in (None, name)
+        for cell, since in json.loads(cells).items()
+    ]

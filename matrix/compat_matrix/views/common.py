@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cache
 from typing import TypeVar
@@ -15,9 +15,10 @@ from packaging.version import InvalidVersion, Version
 from rich.console import Console
 from rich.text import Text
 
-from ..cells import VERSIONED, Cell, one_and_more
-from ..store import Run, Store, Summary
-from ..store.records import options_of
+from ..cells import Cell, one_and_more
+from ..results import options_of
+from ..store import Run, Summary
+from ..words import clean
 
 KERNELS = {
     "none": "no FlashAttention",
@@ -46,21 +47,10 @@ STYLES = {
 #: The words for states in a terminal that aren't the state's own.
 _WORDS = {"passed": "ok", "unfinished": "open", "excluded": "-"}
 
-# A sequence with its parameters, a string with its terminator, or a single character. A string contains no other sequence, so that
-# text with a thousand unterminated ones is read once only.
-_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
-# Control characters except tab and newline, bidirectional controls, and surrogates.
-_UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
 T = TypeVar("T")
 
 #: What the cells of a grid share besides Python: FlashAttention, device, and the project's own axes.
 Kind = tuple[str, str, tuple[tuple[str, str], ...]]
-
-
-def open_store(url: str) -> Store:
-    """Open a store that exists."""
-    return Store.open(url, create=False)
 
 
 def section(title: str, lines: Iterable[str | Text]) -> list[Text]:
@@ -149,14 +139,12 @@ def blocks(
 
 def ordered(cells: Iterable[Cell]) -> list[Cell]:
     """The cells in the order of a grid: by Python, FlashAttention, device and own axes, then transformers, then torch."""
-    cells = [*cells]
-    # Numbers are compared faster than versions.
-    versions = by_version({getattr(cell, axis) for cell in cells for axis in VERSIONED})
-    place = {version: number for number, version in enumerate(versions)}
-    return sorted(
-        cells,
-        key=lambda cell: (place[cell.python], kernel_place(kind(cell)), place[cell.transformers], place[cell.torch]),
-    )
+
+    def place(cell: Cell) -> tuple[object, ...]:
+        python, *releases = map(version_key, (cell.python, cell.transformers, cell.torch))
+        return python, kernel_place(kind(cell)), *releases
+
+    return sorted(cells, key=place)
 
 
 def by_version(versions: Iterable[str]) -> list[str]:
@@ -171,14 +159,6 @@ def version_key(version: str) -> tuple[Version, str]:
         return Version(version), version
     except InvalidVersion:
         return Version("0"), version
-
-
-def clean(text: str) -> str:
-    """The output of a program, without terminal control sequences and invisible characters."""
-    if text.isprintable():  # most texts are, and a page has thousands
-        return text
-    text = _ANSI.sub("", text.replace("\r\n", "\n")).replace("\r", "\n")
-    return _UNFIT.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def one_line(text: str, width: int = 160) -> str:
@@ -211,7 +191,7 @@ def whole(parts: Sequence[Run]) -> Run:
     ends = [one.finished for one in parts if one.finished]
     hosts = [*dict.fromkeys(one.host for one in parts if one.host)]
     finished = max(ends) if len(ends) == len(parts) else None
-    return parts[0]._replace(state=state, host=one_and_more(hosts) if hosts else "", finished=finished)
+    return replace(parts[0], state=state, host=one_and_more(hosts) if hosts else "", finished=finished)
 
 
 def counted(states: Iterable[str] | Mapping[str, int]) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -20,7 +18,7 @@ from .explain import shims
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the document; returns the exit code."""
-    with common.open_store(arguments.store) as store:
+    with Store.open(arguments.store, create=False) as store:
         runs = arguments.runs and [store.resolve(name) for name in arguments.runs]
         text = document(store, store.current(runs))
     write(arguments.path, text)
@@ -28,26 +26,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a document atomically.
-
-    Raises:
-        MatrixError: it can't be written.
-    """
-    if not path.name or path.is_dir():
-        raise MatrixError(f"{path} is a folder: name the file to write")
-    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    """Write a document. A `MatrixError` if that fails."""
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         raise MatrixError(f"{path} can't be written: {error.strerror or error}") from error
 
 
 def document(store: Store, current: Mapping[Cell, Past]) -> str:
     """The document; it depends on nothing but the results."""
-    answers = {cell: _answer(store, cell, past) for cell, past in current.items() if past.summary.verdict in ENDED}
+    answers = {cell: _answer(store, past) for cell, past in current.items() if past.summary.verdict in ENDED}
     wholes = {current[cell].run.whole for cell in answers}
     runs = sorted((common.whole(store.parts(whole)) for whole in wholes), key=lambda one: (one.started, one.id))
     numbers = {found.id: number for number, found in enumerate(runs, 1)}
@@ -75,10 +63,10 @@ def document(store: Store, current: Mapping[Cell, Past]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _answer(store: Store, cell: Cell, past: Past) -> tuple[str, str]:
+def _answer(store: Store, past: Past) -> tuple[str, str]:
     """What the cells of a row share: whether it works, and the shims."""
     summary = past.summary
-    applied = sorted(shim.name for shim in shims(store.environment(past.run.id, cell)) if shim.state == "applied")
+    applied = sorted(shim.name for shim in shims(store.environment(past.run.id, past.cell)) if shim.state == "applied")
     how = f"fails: {summary.kind or 'test'}" if summary.verdict == "failed" else summary.verdict
     works = "works" if summary.verdict == "passed" else f"{how}: {common.one_line(summary.reason)}"
     return works, ", ".join(f"`{name}`" for name in applied) or "none"

@@ -13,7 +13,7 @@ from ..errors import MatrixError
 from ..results import ENDED
 from ..store import Store, Summary
 from . import common, trend
-from .facts import CellChange, Changes, FigureChange, Run, as_json
+from .facts import CellChange, Changes, FigureChange, as_json
 
 T = TypeVar("T")
 
@@ -40,25 +40,31 @@ def compare(store: Store, old: str, new: str) -> Changes:
     if runs[0].suite != runs[1].suite:
         said = " and ".join(f"{run.id} (suite {common.one_line(run.suite, 60)})" for run in runs)
         raise MatrixError(f"{said} ran different tests and can't be compared")
-    ends, tests_broke, tests_mended = store.compare(old, new)
+    was, now = (store.summary(run, brief=True) for run in (old, new))
+    pairs: list[tuple[Cell, Summary | None, Summary | None]]
+    pairs = [(cell, one, now.get(cell)) for cell, one in was.items()]
+    pairs += [(cell, None, one) for cell, one in now.items() if cell not in was]
     figures, too_few = _figures(store, runs[0].whole, runs[1].whole) if old != new else ([], 0)
+    failed = [cell for cell, one, two in pairs if one and two and one.verdict == two.verdict == "failed"]
+    tests_broke, tests_mended = store.changed_tests(old, new, failed)
     found = Changes(
-        old=Run.model_validate(runs[0]),
-        new=Run.model_validate(runs[1]),
+        old=runs[0],
+        new=runs[1],
         tests_broke=_in_order(tests_broke),
         tests_mended=_in_order(tests_mended),
         figures=figures,
         figures_with_too_few_runs=too_few,
     )
-    for cell, (was, now) in _in_order(ends).items():
-        before, after = _ended(was), _ended(now)
+    differing = {cell: pair for cell, *pair in pairs if not (pair[0] and pair[1] and pair[0][:2] == pair[1][:2])}
+    for cell, (one, two) in _in_order(differing).items():
+        before, after = _ended(one), _ended(two)
         if before is None or after is None:
             into = found.appeared if after else found.gone if before else []
         elif before == after:
             into = found.changed if before == "failed" else []
         else:
             into = {"failed": found.broke, "passed": found.mended}.get(after, found.changed)
-        into.append(CellChange(cell=cell, old=was, new=now))
+        into.append(CellChange(cell=cell, old=one, new=two))
     return found
 
 
@@ -75,7 +81,7 @@ def _figures(store: Store, old: str, new: str) -> tuple[list[FigureChange], int]
     runs = [*dict.fromkeys(one.whole for one in store.runs())]
     past = [one for one in runs[runs.index(old) :][:_RUNS] if one != new]
     changes, too_few = [], 0
-    for cell, every in _in_order(store.measured(runs=[*past, new])).items():
+    for cell, every in _in_order(store.measured([*past, new])).items():
         now = {one.figure.name: one for one in every if one.run.whole == new}
         earlier = [one for one in every if one.run.whole != new]
         for _, one in sorted(now.items()):
@@ -84,18 +90,17 @@ def _figures(store: Store, old: str, new: str) -> tuple[list[FigureChange], int]
                 too_few += 1
             elif (side := expected.side(one.figure.value)) and side not in map(expected.side, found.outside):
                 # Else an earlier run was the first.
-                changes.append(FigureChange(cell=cell, **one.figure._asdict(), **expected._asdict()))
+                changes.append(FigureChange(**vars(one.figure), cell=cell, **expected._asdict()))
     return changes, too_few
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the changes; returns 1 if something broke."""
-    with common.open_store(arguments.store) as store:
+    with Store.open(arguments.store, create=False) as store:
         old, new = (common.whole(store.parts(store.resolve(name))) for name in (arguments.old, arguments.new))
         found = compare(store, old.id, new.id)
     if arguments.json:
-        runs = {"old": Run.model_validate(old), "new": Run.model_validate(new)}
-        print(as_json(found.model_copy(update=runs)))
+        print(as_json(found.model_copy(update={"old": old, "new": new}), indent=2))
     else:
         common.show([Text(f"from {common.named(old)} to {common.named(new)}", "bold"), *_lines(found)])
     return 1 if found.something_broke else 0
@@ -129,9 +134,8 @@ def _change_line(change: CellChange, width: int) -> Text:
 
 
 def _figure_line(found: FigureChange) -> Text:
-    value = found.value or 0.0
     return Text(
-        f"  {found.cell}  {common.one_line(found.name)}: {trend.changed(found.usual, value, found.better)}, "
-        f"{trend.number(value, found.unit)}; usual is {trend.number(found.usual, found.unit)}, "
+        f"  {found.cell}  {common.one_line(found.name)}: {trend.changed(found.usual, found.value, found.better)}, "
+        f"{trend.number(found.value, found.unit)}; usual is {trend.number(found.usual, found.unit)}, "
         f"from {trend.number(found.low)} to {trend.number(found.high)}"
     )

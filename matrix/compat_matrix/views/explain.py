@@ -16,7 +16,7 @@ from ..cells import Cell, parse
 from ..errors import MatrixError
 from ..results import CellResult, Test
 from ..store import Measured, Past, Store
-from ..words import plural
+from ..words import clean, plural
 from . import common, trend
 from .facts import Shim
 
@@ -31,13 +31,13 @@ _STATES = ("failed", "applied", "pending", "skipped", "not needed")
 def run(arguments: argparse.Namespace) -> int:
     """Print the result and the history of the cell; returns the exit code."""
     cell = parse(arguments.cell)
-    with common.open_store(arguments.store) as store:
+    with Store.open(arguments.store, create=False) as store:
         run = store.resolve(arguments.chosen) if arguments.chosen else ""
         past = past_of(store, cell, run) or (None if run else plan_of(store, cell))
         if past is None:
             without = f"the run {run} has no result of {cell}"
             raise MatrixError(without if run else f"the store {store.name} has no cell {cell}: no run has planned it")
-        lines = [*_explained(store, cell, past, arguments.full)]
+        lines = [*_explained(store, past, arguments.full)]
         lines += common.section("figures", common.aligned(figures(store, cell)))
         history = store.history(cell)
     common.show([*lines, *common.section("history", map(_past, history))])
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def plan_of(store: Store, cell: Cell) -> Past | None:
     """The newest result of a cell in whole runs, or else its newest plan."""
-    return next((one.past for one in store.newest(cell=cell)), None)
+    return next(iter(store.newest(cell=cell)), None)
 
 
 def past_of(store: Store, cell: Cell, run: str = "", attempt: int | None = None) -> Past | None:
@@ -58,10 +58,11 @@ def past_of(store: Store, cell: Cell, run: str = "", attempt: int | None = None)
     return store.past(run, cell, attempt)
 
 
-def _explained(store: Store, cell: Cell, past: Past, full: bool) -> Iterator[Text]:
+def _explained(store: Store, past: Past, full: bool) -> Iterator[Text]:
+    cell = past.cell
     yield Text.assemble((f"{cell}: ", "bold"), _word(past))
     if past.summary.reason:
-        yield Text(common.clean(past.summary.reason))
+        yield Text(clean(past.summary.reason))
     if past.summary.verdict is None:
         yield Text(f"run        {common.named(past.run)}")
         if not past.summary.excluded:
@@ -81,9 +82,9 @@ def _explained(store: Store, cell: Cell, past: Past, full: bool) -> Iterator[Tex
     yield from common.section("environment", [common.one_line(line, 1000) for line in environment])
     rows = [(one.name, one.state, one.reason) for one in shims(found.environment)]
     yield from common.section("shims", common.aligned(rows))
-    log = common.clean(found.log).splitlines()
+    log = clean(found.log).splitlines()
     if full:
-        yield from common.section("pins", common.clean(found.pins).splitlines() or ["none"])
+        yield from common.section("pins", clean(found.pins).splitlines() or ["none"])
         yield from common.section("log", log or ["empty"])
     elif found.verdict == "failed" and not any(test.bad for test in found.tests):
         yield from common.section("the end of the log (--full has all of it)", log[-15:])
@@ -121,7 +122,7 @@ def alike(tests: Iterable[Test]) -> list[tuple[list[str], list[Test]]]:
 
 
 def _report(test: Test) -> list[str]:
-    return common.clean(test.message).splitlines()
+    return clean(test.message).splitlines()
 
 
 def error_lines(lines: Sequence[str], most: int = 8) -> list[str]:
@@ -148,7 +149,7 @@ def installed(found: CellResult) -> dict[str, str]:
 def facts(environment: Mapping[str, Any]) -> dict[str, str]:
     """The environment that a cell reported, without packages and shims."""
     return {
-        name: common.clean("; ".join(map(str, value)) if isinstance(value, list) else str(value))
+        name: clean("; ".join(map(str, value)) if isinstance(value, list) else str(value))
         for name, value in environment.items()
         if name not in ("packages", "shims") and value not in ("", [])
     }
@@ -166,7 +167,7 @@ def shims(environment: Mapping[str, Any]) -> list[Shim]:
 
 def figures(store: Store, cell: Cell) -> list[tuple[str, str, str, str]]:
     """The name, the sparkline, the last value and the trend of each figure of a cell."""
-    measured = store.measured(cell=cell).get(cell, [])
+    measured = store.series(cell)
     rows = []
     for name, last in sorted({one.figure.name: one for one in measured}.items()):
         series = trend.comparable(measured, last)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainSerializer, SkipValidation
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainSerializer,
+    SkipValidation,
+    TypeAdapter,
+)
 
 from ..cells import AXES, Cell
-from ..results import Better, CellResult, Kind, Outcome
+from ..results import CellResult, Figure, Kind, Outcome, Output
 from ..results import Verdict as Ended
-from ..store import State, Summary
-from .common import clean
+from ..store import Past, Run, State, Summary
+from ..words import clean
 
 T = TypeVar("T", bound="CellState")
 
@@ -32,7 +42,6 @@ def plain(value: Any, depth: int = 20) -> Any:
 
 
 Text = Annotated[str, BeforeValidator(lambda value: clean(str(value)))]
-Number = Annotated[float | None, BeforeValidator(plain)]
 Object = Annotated[dict[str, JsonValue], BeforeValidator(plain)]
 #: A cell, whose name is in the JSON.
 NamedCell = Annotated[SkipValidation[Cell], PlainSerializer(lambda cell: clean(cell.name), return_type=str)]
@@ -44,34 +53,11 @@ class Model(BaseModel):
     model_config = ConfigDict(from_attributes=True)
 
 
-class Run(Model):
-    """A run, or a part of the run whose id is `whole`."""
-
-    id: str
-    started: datetime
-    finished: datetime | None
-    state: Text
-    label: Text
-    command: Text
-    host: Text
-    revision: Text
-    partial: bool
-    whole: str
-
-
+@dataclass(frozen=True, kw_only=True)
 class WholeRun(Run):
     """A run with the number of its cells in each state."""
 
     cells: dict[State, int]
-
-
-class Figure(Model):
-    """A number that a test measured."""
-
-    name: Text
-    value: Number
-    unit: Text
-    better: Better | None
 
 
 class Shim(Model):
@@ -98,24 +84,18 @@ class CellState(Model):
     kind: Kind | None
     reason: Text
     started: datetime | None
-    seconds: Number
+    seconds: float | None
     attempt: int | None
     tests: dict[Outcome, int] | None
 
     @classmethod
-    def of(cls: type[T], cell: Cell, run: str, summary: Summary, **more: Any) -> T:
-        """The state of a cell in the run of an id; `more` are further fields, and others than those of cell and summary."""
+    def of(cls: type[T], past: Past, **more: Any) -> T:
+        """The state of a cell in a run; `more` are further fields, and others than those of cell and summary."""
+        cell, run, summary, _ = past
         axes = {axis: getattr(cell, axis) for axis in AXES} | {"extra": dict(cell.extra)}
-        values = {
-            "cell": cell,
-            **axes,
-            "run": run,
-            **summary._asdict(),
-            "state": summary.state,
-            "tests": summary.counts,
-        }
+        values = {"cell": cell, "run": run.id, **summary._asdict(), "state": summary.state, "tests": summary.counts}
         nothing = {} if summary.verdict else dict.fromkeys(("seconds", "attempt", "tests"))
-        return cls(**values | nothing | more)
+        return cls(**axes | values | nothing | more)
 
 
 class MeasuredCell(CellState):
@@ -137,14 +117,15 @@ class TestOutcome(Model):
 
     name: Text = Field(validation_alias="nodeid")
     outcome: Outcome
-    seconds: Number
+    seconds: float | None
     message: Text
 
 
+@dataclass(frozen=True, kw_only=True)
 class TestFigure(Figure):
     """A figure and its test."""
 
-    test: Text
+    test: Output
 
 
 class Result(Model):
@@ -156,7 +137,7 @@ class Result(Model):
     kind: Kind | None
     reason: Text
     started: datetime
-    seconds: Number
+    seconds: float | None
     attempt: int
     command: list[Text]
     pins: Text
@@ -167,7 +148,7 @@ class Result(Model):
     @classmethod
     def of(cls, found: CellResult, run: str) -> Result:
         """The result of a cell in the run of an id."""
-        figures = [{"test": test.nodeid, **one._asdict()} for test in found.tests for one in test.figures]
+        figures = [TestFigure(**vars(one), test=test.nodeid) for test in found.tests for one in test.figures]
         return cls.model_validate({**vars(found), "run": run, "figures": figures})
 
 
@@ -193,6 +174,7 @@ class CellChange(Model):
     new: ChangedSummary
 
 
+@dataclass(frozen=True, kw_only=True)
 class FigureChange(Figure):
     """A figure whose value is beyond the noise of earlier runs, with its usual value and where the next was expected."""
 
@@ -233,17 +215,21 @@ class Changes(Model):
         return bool(self.broke or self.tests_broke)
 
 
-class Runs(Model):
-    """A page of runs; `next` is the `cursor` of the next page, and null on the last page."""
+class Page(Model):
+    """`next` is the `cursor` of the next page, and null on the last page."""
 
     next: str | None
+
+
+class Runs(Page):
+    """A page of runs."""
+
     runs: list[Run]
 
 
-class Cells(Model):
-    """A page of cells; `next` is the `cursor` of the next page, and null on the last page."""
+class Cells(Page):
+    """A page of cells."""
 
-    next: str | None
     cells: list[CellState]
 
 
@@ -260,8 +246,8 @@ class Error(Model):
     detail: Any
 
 
-def as_json(found: BaseModel | Iterable[BaseModel]) -> str:
-    """A model, or a list of models, as indented JSON."""
-    if isinstance(found, BaseModel):
-        return found.model_dump_json(indent=2)
-    return f"[{','.join(one.model_dump_json(indent=2) for one in found)}]"
+def as_json(found: Any, indent: int | None = None) -> str:
+    """A fact, or a list of facts, as JSON."""
+    if isinstance(found, list):
+        return f"[{','.join(as_json(one, indent) for one in found)}]"
+    return TypeAdapter(type(found)).dump_json(found, indent=indent).decode()

@@ -11,7 +11,7 @@ from rich.text import Span, Text
 from ..cells import Cell
 from ..errors import MatrixError
 from ..results import Figure
-from ..store import Summary
+from ..store import Past, Store, Summary
 from ..words import plural
 from . import common, trend
 from .facts import MeasuredCell, ShownRun, as_json
@@ -24,17 +24,15 @@ _LEGEND = (
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the grid of a run; returns the exit code."""
-    with common.open_store(arguments.store) as store:
+    with Store.open(arguments.store, create=False) as store:
         name = store.resolve(arguments.chosen)
         parts, summary = store.parts(name), store.summary(name, brief=not arguments.json)
         figures = store.figures(name) if arguments.json or arguments.figure is not None else {}
     found = common.whole(parts)
     if arguments.json:
-        cells = [
-            MeasuredCell.of(cell, name, summary[cell], figures=figures.get(cell, []))
-            for cell in common.ordered(summary)
-        ]
-        print(as_json(ShownRun.model_validate({"run": found, "parts": parts, "cells": cells})))
+        every = [Past(cell, found, summary[cell]) for cell in common.ordered(summary)]
+        cells = [MeasuredCell.of(one, figures=figures.get(one.cell, [])) for one in every]
+        print(as_json(ShownRun(run=found, parts=parts, cells=cells), indent=2))
         return 0
     state = common.one_line(found.state) + (f", in {len(parts)} parts" if len(parts) > 1 else "")
     counts = common.counted(one.state for one in summary.values())

@@ -1,8 +1,6 @@
 """The trend of a figure: which of its values are beyond the noise of those before, and since when it has its level.
 
-A value is beyond the noise if it is outside the prediction interval of one further value (Student's t, 99.9 %) around the
-earlier values of the same level, and differs from their mean by more than 1 %. Three such values in a row on the same side are a
-step: a new level begins with them. Fewer are outliers, and don't count for the noise.
+docs/matrix-results.md has the rule.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import NamedTuple
 
 from ..results import Better
 from ..store import Measured
-from . import common
+from ..words import clean
 
 #: The number of values of a level that are needed to know its noise, and of the last ones that count for it.
 LEAST, MOST = 6, 30
@@ -89,13 +87,11 @@ def level(series: Iterable[float]) -> Level:
 
 def comparable(measured: Iterable[Measured], to: Measured) -> list[Measured]:
     """The values that may be compared with one: of the same figure in the same unit, on the same device, in the same suite."""
-    name, _, unit, _ = to.figure
-    suite = to.run.suite
-    return [
-        one
-        for one in measured
-        if one.figure.name == name and (one.figure.unit, one.device) == (unit, to.device) and one.run.suite == suite
-    ]
+
+    def kind(one: Measured) -> tuple[str, ...]:
+        return one.figure.name, one.figure.unit, one.device, one.run.suite
+
+    return [one for one in measured if kind(one) == kind(to)]
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -108,7 +104,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 def number(value: float, unit: str = "") -> str:
     """A value in four significant digits, with its unit."""
-    return f"{value:.4g} {common.clean(unit)}".rstrip()
+    return f"{value:.4g} {clean(unit)}".rstrip()
 
 
 def direction(better: Better | None) -> str:

@@ -13,7 +13,7 @@ from pydantic import Field
 from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, WORD
 from ..errors import MatrixError
 from ..results import FINE
-from ..store import Newest, Store
+from ..store import Past, Store
 from ..versions import checked, parsed, related, release, same
 from .explain import shims
 from .facts import CellState, Model, NamedCell, Shim, Text
@@ -75,14 +75,20 @@ class Tested(CellState):
     differs: list[Difference] = Field(default_factory=list)
 
     @classmethod
-    def newest(cls, found: Newest) -> Tested:
+    def newest(cls, past: Past) -> Tested:
         """The newest result of a cell."""
-        cell, (run, summary), versions = found
-        verdict, reason = _verdict(found)
+        cell, run, summary, versions = past
+        verdict: Verdict = "refused" if summary.excluded else "unknown"
+        reason = summary.reason
+        if summary.verdict and summary.verdict != "not run":
+            verdict = "wrong" if (summary.verdict, summary.kind) == ("failed", "wrong") else summary.verdict
+        elif not summary.excluded:
+            word = "was not run" if summary.verdict else "has no result yet"
+            reason = f"{cell} {word} in {run.id}{f': {reason}' if reason else ''}"
         given = {axis: version for axis in VERSIONED if (version := versions.get(axis))}
         extra = {axis: versions.get(axis) or value for axis, value in cell.extra}
         more = {"verdict": verdict, "reason": reason, "run_label": run.label, "revision": run.revision, "extra": extra}
-        return cls.of(cell, run.id, summary, **more, **given)
+        return cls.of(past, **more, **given)
 
     @property
     def ended(self) -> bool:
@@ -183,7 +189,7 @@ class Judged(NamedTuple):
         return [one.compared(self.asked) for one in passed[:1]]
 
 
-def judge(store: Store, asked: Mapping[str, str], newest: Iterable[Newest] | None = None) -> Judged:
+def judge(store: Store, asked: Mapping[str, str], newest: Iterable[Past] | None = None) -> Judged:
     """The verdict of a store on a combination that `wanted` has read.
 
     If it wasn't tested, the nearest ones are those with the same device, then the same FlashAttention, then the nearest minor
@@ -216,12 +222,11 @@ def judge(store: Store, asked: Mapping[str, str], newest: Iterable[Newest] | Non
 def answer(store: Store, asked: Mapping[str, str], limit: int = 5) -> Answer:
     """The answer of the API: as `judge`, but what is known of other patches is no verdict."""
     found = judge(store, asked)
-    refused = found.verdict == "refused"
     fit = found.found if found.exact else []
-    some = (found.near if refused or not found.exact else fit)[:limit]
+    some = (fit or found.near)[:limit]
     counts: dict[str, int] = Counter(one.verdict for one in fit)
-    if refused:
-        counts = {"refused": sum(one.cells for one in found.refusals)}
+    if found.verdict == "refused":
+        counts["refused"] = sum(one.cells for one in found.refusals)
     return Answer(
         asked=dict.fromkeys(ORDER) | dict(sorted(asked.items())),
         match="exact" if found.exact else "nearest" if some else "none",
@@ -248,18 +253,6 @@ def _alike(axes: Mapping[str, str], asked: Mapping[str, str]) -> bool:
 
 def _fits(one: Tested, asked: Mapping[str, str]) -> bool:
     return all(same(value, one[axis]) for axis, value in asked.items())
-
-
-def _verdict(found: Newest) -> tuple[Verdict, str]:
-    """The verdict of the newest result of a cell, and the reason."""
-    run, summary = found.past
-    verdict = summary.verdict
-    if verdict and verdict != "not run":
-        return "wrong" if (verdict, summary.kind) == ("failed", "wrong") else verdict, summary.reason
-    if summary.state == "excluded":
-        return "refused", summary.reason
-    word = "was not run" if verdict else "has no result yet"
-    return "unknown", f"{found.cell} {word} in {run.id}{f': {summary.reason}' if summary.reason else ''}"
 
 
 def _last_of_each(found: Iterable[Tested]) -> Iterable[Tested]:

@@ -1,0 +1,84 @@
+"""The commands on the runs of a store: ``runs``, ``export``, ``merge``, ``cancel``, ``delete`` and ``prune``."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import datetime, timedelta, timezone
+
+from ..store import Run, Store, removal, submissions
+from ..views import common
+from ..views.facts import WholeRun, as_json
+from ..words import plural
+
+
+def runs(options: argparse.Namespace) -> int:
+    """Print the runs and their parts, newest first, with the cells in each state; returns the exit code."""
+    with Store.open(options.store, create=False) as store:
+        every = store.runs()
+        totals = store.totals(one.id for one in every)
+        if options.json:
+            print(as_json([WholeRun(**vars(one), cells=totals[one.id]) for one in every], indent=2))
+            return 0
+        for whole in dict.fromkeys(one.whole for one in every):
+            parts = [one for one in reversed(every) if one.whole == whole]
+            if len(parts) > 1:
+                together = common.counted(summary.state for summary in store.summary(whole).values())
+                print(_line(common.whole(parts), together))
+            for one in parts:
+                print(f"{'    part ' * (len(parts) > 1)}{_line(one, common.counted(totals[one.id]))}")
+    return 0
+
+
+def _line(run: Run, counts: str) -> str:
+    return f"{common.named(run)}  {common.one_line(run.state)}{', partial' * run.partial}  {counts}"
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write runs into a new store; returns the exit code."""
+    with Store.open(options.store, create=False) as store:
+        runs = [part.id for name in options.runs for part in store.parts(store.resolve(name))]
+        store.export(runs, options.path)
+    print(f"{options.path}: {', '.join(runs)}")
+    return 0
+
+
+def merge(options: argparse.Namespace) -> int:
+    """Copy the runs that other stores have more and print their ids; returns the exit code."""
+    with Store.open(options.store) as store:
+        for url in options.stores:
+            with Store.open(url, create=False, foreign=True) as other:
+                print(f"{url}: {', '.join(store.merge(other)) or 'nothing new'}")
+    return 0
+
+
+def cancel(options: argparse.Namespace) -> int:
+    """Interrupt runs; returns the exit code."""
+    with Store.open(options.store, create=False) as store:
+        for run in [store.resolve(name) for name in options.runs]:
+            submissions.cancel(store, run)
+            print(f"{run} is interrupted")
+    return 0
+
+
+def delete(options: argparse.Namespace) -> int:
+    """Delete runs; returns the exit code."""
+    with Store.open(options.store, create=False) as store:
+        runs = [store.resolve(name) for name in options.runs]
+        removal.delete_runs(store, runs)
+    print(f"deleted: {', '.join(dict.fromkeys(runs))}")
+    return 0
+
+
+def prune(options: argparse.Namespace) -> int:
+    """Delete or list the runs that are too old; returns the exit code."""
+    with Store.open(options.store, create=False) as store:
+        before = datetime.now(timezone.utc) - timedelta(days=options.keep)
+        ended = [one for one in store.runs() if one.state != "running"]
+        found = [one for one in ended if (one.finished or one.started) < before]
+        for one in found:
+            print(f"{common.named(one)} of {common.moment(one.started)}")
+        if not options.dry_run:
+            removal.delete_runs(store, [one.id for one in found])
+    were = "would be" if options.dry_run else "was" if len(found) == 1 else "were"
+    print(f"{plural(len(found), 'run')} {were} deleted")
+    return 0
