@@ -62,7 +62,7 @@ def the_home(request: Request, site: Current) -> Response:
     run = site.run(chosen["run"]) if chosen["run"] else None
     if run and run.id != chosen["run"]:
         return RedirectResponse(_links(request)(**{**chosen, "run": run.id}))
-    running = {one.cell for one in submissions.running(store, run and run.id)}
+    running = {one.cell for one in submissions.running(store, run.id if run else None)}
     newest = [] if run else store.newest()
     if run:
         entries = grid.of_run(run, store.summary(run.id), running)
