@@ -64,7 +64,7 @@ def copied(path: Path, url: str) -> None:
                 if "id" in table.c:
                     newest = f"(SELECT coalesce(max(id), 1) FROM {table.name})"
                     writing.execute(text(f"SELECT setval(pg_get_serial_sequence('{table.name}', 'id'), {newest})"))
-        with target._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        with target.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.execute(text("ANALYZE"))
 
 

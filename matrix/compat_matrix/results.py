@@ -55,9 +55,9 @@ def _printable(text: str) -> str:
 class Figure:
     """A number that a test measured. Its name is unique in a cell; values in different units aren't compared."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    __pydantic_config__ = ConfigDict(extra="forbid", json_schema_serialization_defaults_required=True)
 
-    name: Annotated[Output, Field(min_length=1, max_length=100), AfterValidator(_printable)]
+    name: Annotated[Output, Field(strict=True, min_length=1, max_length=100), AfterValidator(_printable)]
     value: Annotated[float, Field(strict=True, allow_inf_nan=False)]
     unit: Annotated[Output, Field(strict=True, max_length=40), AfterValidator(_printable)]
     better: Better | None = "lower"
@@ -73,12 +73,13 @@ class Test:
     """
 
     __test__ = False  # pytest collects classes called Test
+    __pydantic_config__ = ConfigDict(json_schema_serialization_defaults_required=True)
 
-    nodeid: str
+    nodeid: Annotated[Output, Field(serialization_alias="name")]
     outcome: Outcome
     seconds: Seconds
-    message: str = ""
-    figures: tuple[Figure, ...] = ()
+    message: Output = ""
+    figures: Annotated[tuple[Figure, ...], Field(exclude=True)] = ()
 
     @property
     def bad(self) -> bool:
@@ -101,16 +102,18 @@ class CellResult:
         attempt: 1 for the first in its run.
     """
 
+    __pydantic_config__ = ConfigDict(json_schema_serialization_defaults_required=True)
+
     cell: Cell
     verdict: Verdict
     kind: Kind | None
-    reason: str
+    reason: Output
     started: datetime
     seconds: Seconds
     tests: tuple[Test, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
-    pins: str = ""
-    command: tuple[str, ...] = ()
+    pins: Output = ""
+    command: tuple[Output, ...] = ()
     log: str = ""
     attempt: Annotated[int, Field(ge=1, le=1_000_000)] = 1
 
@@ -147,8 +150,8 @@ class Run:
     command: _Line
     host: _Line
     revision: _Line
-    partial: bool = False
-    whole: str = ""
+    partial: bool
+    whole: str
 
     @property
     def suite(self) -> str:

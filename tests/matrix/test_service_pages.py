@@ -750,6 +750,12 @@ def test_the_api_has_a_page(get: Get) -> None:
     assert "none, fa2, fa3, fa4, torch" in text
 
 
+def test_the_document_of_the_api_has_every_schema_that_it_refers_to(get: Get) -> None:
+    found = get("/api/v1/openapi.json")
+    named = {*re.findall(r'"#/components/schemas/(.+?)"', found.text)}
+    assert named <= found.json()["components"]["schemas"].keys()
+
+
 def test_the_database_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     with Store.open(str(path)) as store:

@@ -649,6 +649,15 @@ def test_a_report_shows_text_and_runs_nothing(store: Store, call: Command, tmp_p
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in (site / "index.html").read_text()
 
 
+def test_explain_prints_no_control_characters(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    found = failed(OLD[0], reason=ODD, tests=[Test(f"t[{ODD}]", "failed", 0.1, ODD)])
+    environment = {"device": ODD, "packages": {ODD: ODD}, "shims": {ODD: {"state": ODD, "reason": ODD}}}
+    stored(store, [dataclasses.replace(found, log=ODD, pins=ODD, command=(ODD,), environment=environment)])
+    for full in ((), ("--full",)):
+        assert call(explain, str(OLD[0]), *full) == 0
+        assert not set(capsys.readouterr().out) & {"\x1b", "\x07", "\x00", "\r", "\u202e", "\udc80"}
+
+
 def test_a_report_takes_the_place_of_an_older_one(store: Store, call: Command, tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()

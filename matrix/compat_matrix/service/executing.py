@@ -33,7 +33,7 @@ from ..fingerprint import of_axes
 from ..jobs import executor_of, jobs_of
 from ..processes import share_priority
 from ..progress import Progress
-from ..store import Store, submissions
+from ..store import Store, inserts, submissions
 from ..store.models import RUN, SUBMISSION, Utc
 from ..work import Job
 from .submission import for_suite
@@ -174,8 +174,7 @@ def _execute(store: Store, claim: str, options: argparse.Namespace, row: Row[Any
         return
     with store.writing() as connection:  # one transaction: a run that is finished can be retried and deleted
         if connection.execute(delete(SUBMISSION).where(own)).rowcount:
-            ended = {"state": "finished", "finished": datetime.now(timezone.utc)}
-            connection.execute(update(RUN).where(RUN.c.id == row.run_id).values(ended))
+            inserts.finish(connection, row.run_id, "finished")
 
 
 def _jobs(store: Store, options: argparse.Namespace, row: Row[Any]) -> list[Job]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from datetime import datetime, timezone
 from hashlib import blake2b
 from typing import Any, get_args
 
@@ -38,17 +39,16 @@ def key(connection: Connection, name: str) -> int:
     return found
 
 
-def new_run(
-    connection: Connection, values: Run, axes: str, cells: Collection[Cell], excluded: Mapping[Cell, str]
-) -> int:
-    """Insert a run, perhaps as a part of an earlier one; returns its key."""
+def new_run(connection: Connection, values: Run, axes: str, planned: Mapping[Cell, str | None]) -> int:
+    """Insert a run, perhaps as a part of an earlier one, with its cells, as in `plan`; returns its key."""
     lock(connection)  # of parts that begin at once, the second must see the first
     axes_id = _shared(connection, TEXT.c.content, [axes] if axes else []).get(axes)
-    whole = _whole(connection, values, axes_id, {*cells} - {*excluded}) or values.id
+    cells = [cell for cell, excluded in planned.items() if excluded is None]
+    whole = _whole(connection, values, axes_id, cells) or values.id
     row = {**vars(values), "name": values.id, "axes_id": axes_id, "whole": whole}
     del row["id"]
     run: int = connection.scalars(RUN.insert().returning(RUN.c.id), row).one()
-    plan(connection, run, cells, excluded)
+    plan(connection, run, planned)
     return run
 
 
@@ -76,13 +76,13 @@ def _tests_of(run: Run) -> object:
     return run.command.split(" ")[0], {**options_of(run.command), "axes": None}
 
 
-def plan(connection: Connection, run: int, cells: Iterable[Cell], excluded: Mapping[Cell, str]) -> bool:
-    """Append the cells that a run doesn't have yet; returns whether there were any."""
-    keys = _cell_keys(connection, every := [*dict.fromkeys([*cells, *excluded])])
+def plan(connection: Connection, run: int, planned: Mapping[Cell, str | None]) -> bool:
+    """Append the cells that a run doesn't have yet, excluded ones with the reason; returns whether there were any."""
+    keys = _cell_keys(connection, planned)
     there = {*connection.scalars(select(PLANNED.c.cell_id).where(PLANNED.c.run_id == run))}
-    new = [one for one in every if keys[one.name] not in there]
+    new = [one for one in planned if keys[one.name] not in there]
     rows = [
-        {"run_id": run, "cell_id": keys[one.name], "position": position, "excluded": excluded.get(one)}
+        {"run_id": run, "cell_id": keys[one.name], "position": position, "excluded": planned[one]}
         for position, one in enumerate(new, len(there))
     ]
     if rows:
@@ -90,6 +90,12 @@ def plan(connection: Connection, run: int, cells: Iterable[Cell], excluded: Mapp
         have_results = {*connection.scalars(select(NEWEST.c.cell_id).where(NEWEST.c.result_id.is_not(None)))}
         refresh_newest(connection, [keys[one.name] for one in new if keys[one.name] not in have_results])
     return bool(rows)
+
+
+def finish(connection: Connection, run: int, state: str) -> None:
+    """Set the state of a run, such as ``finished`` or ``interrupted``, or ``running`` to continue it."""
+    finished = None if state == "running" else datetime.now(timezone.utc)
+    connection.execute(update(RUN).where(RUN.c.id == run).values(state=state, finished=finished))
 
 
 def submit(connection: Connection, run: int, suite: str, fingerprint: str, again: Mapping[Cell, int]) -> None:
@@ -108,7 +114,7 @@ def add_result(connection: Connection, run: int, found: CellResult) -> None:
     if found.attempt in attempts:
         return
     if connection.scalar(select(PLANNED.c.position).where(PLANNED.c.run_id == run, PLANNED.c.cell_id == cell)) is None:
-        plan(connection, run, [found.cell], {})
+        plan(connection, run, {found.cell: None})
     environment = json.dumps(dict(found.environment), sort_keys=True) if found.environment else ""
     command = json.dumps(found.command) if found.command else ""
     messages = [_kept(one.message) for one in found.tests]

@@ -12,18 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import (
-    DateTime,
-    Dialect,
-    Inspector,
-    LargeBinary,
-    MetaData,
-    Table,
-    Text,
-    TypeDecorator,
-    create_engine,
-    event,
-)
+from sqlalchemy import DateTime, Dialect, LargeBinary, MetaData, Text, TypeDecorator, create_engine, event
 from sqlalchemy.pool import NullPool
 
 #: The condition of the index of failed tests. SQLite uses the index only if a query has the same condition literally.
@@ -102,7 +91,7 @@ def _reflected() -> MetaData:
     found = MetaData()
 
     @event.listens_for(found, "column_reflect")
-    def typed(_: Inspector, __: Table, column: dict[str, Any]) -> None:
+    def typed(_: object, __: object, column: dict[str, Any]) -> None:
         column["type"] = _TYPES.get(str(column["type"]), column["type"])
 
     with create_engine("sqlite://", poolclass=NullPool).connect() as connection:

@@ -103,8 +103,8 @@ class Store:
             name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
             while connection.scalar(select(RUN.c.id).where(RUN.c.name == name)) is not None:
                 name = f"{name[:15]}-{secrets.token_hex(2)}"
-            run = Run(name, started, None, "running", label, command, host, revision, partial)
-            key = inserts.new_run(connection, run, axes, [*dict.fromkeys(cells)], excluded)
+            run = Run(name, started, None, "running", label, command, host, revision, partial, "")
+            key = inserts.new_run(connection, run, axes, {**dict.fromkeys(cells), **excluded})
             if submission is not None:
                 inserts.submit(connection, key, **submission, again={})
         return name
@@ -119,10 +119,8 @@ class Store:
 
     def finish(self, run: str, state: str) -> None:
         """Set the state of a run, such as ``finished`` or ``interrupted``, or ``running`` to continue it."""
-        finished = None if state == "running" else datetime.now(timezone.utc)
         with self.writing() as connection:
-            key = inserts.key(connection, run)
-            connection.execute(update(RUN).where(RUN.c.id == key).values(state=state, finished=finished))
+            inserts.finish(connection, inserts.key(connection, run), state)
 
     # Reading.
 
@@ -138,9 +136,8 @@ class Store:
     def resolve(self, text: str) -> str:
         """The id of a run by its id, its label, the beginning of its id, ``latest``, or ``latest~1`` for the one before.
 
-        Runs with the same label, commit, suite and axes file are parts of one run, whose id is that of its first part; a run
-        that has all its cells again is another one. Of several runs with a label, the newest. A partial run is the latest only if
-        there is no other.
+        The id of a run in parts is that of its first one. Of several runs with a label, it is the newest. A partial run is the
+        latest only if there is no other.
 
         Raises:
             NotFoundError: there is no such run, or several match.
@@ -192,7 +189,8 @@ class Store:
         """Of cells that failed in two runs: the tests that ran in both and failed only in the new one, and only in the old one."""
         with self.reading() as connection:
             before, after = (_failed(connection, run) for run in (old, new))
-            both = [(before[cell], after[cell]) for cell in cells if before[cell] != after[cell]]
+            still = {*cells} & before.keys() & after.keys()  # runs may go on meanwhile
+            both = [(before[cell], after[cell]) for cell in still if before[cell] != after[cell]]
             return _failed_once(connection, [pair[::-1] for pair in both]), _failed_once(connection, both)
 
     def current(self, runs: Collection[str] | None = None) -> dict[Cell, Past]:
@@ -301,26 +299,27 @@ class Store:
         with other.reading() as there:
             found = [one for one in foreign.runs(there) if runs is None or one.run.id in runs]
         with self.reading() as here:
-            ours = [{*foreign.attempts(here, one.run.id)} for one in found]
-        lacking = [[one for one in theirs.attempts if one not in own] for theirs, own in zip(found, ours, strict=True)]
+            for theirs in found:
+                known = {*foreign.attempts(here, theirs.run.id)}
+                theirs.attempts[:] = [one for one in theirs.attempts if one not in known]
         with other.reading() as there:
-            for theirs, attempts in zip(found, lacking, strict=True):
-                for attempt in attempts:
+            for theirs in found:
+                for attempt in theirs.attempts:
                     foreign.result(there, theirs.run.id, *attempt)
-        return [one.run.id for one, some in zip(found, lacking, strict=True) if self._merge(other, one, some)]
+        return [theirs.run.id for theirs in found if self._merge(other, *theirs)]
 
-    def _merge(self, other: Store, theirs: foreign.Copied, lacking: list[tuple[Cell, int]]) -> bool:
+    def _merge(
+        self, other: Store, run: Run, axes: str, planned: Mapping[Cell, str | None], lacking: Sequence[tuple[Cell, int]]
+    ) -> bool:
         """Copy a run and its lacking results; returns whether something has changed."""
-        run, axes, planned, _ = theirs
-        excluded = {cell: why for cell, why in planned.items() if why is not None}
         with self.writing() as connection, other.reading() as there:
             inserts.lock(connection)
             query = select(RUN.c.id, RUN.c.finished).where(RUN.c.name == run.id)
             ours = connection.execute(query).one_or_none()
             if ours is None:
-                key, changed = inserts.new_run(connection, run, axes, [*planned], excluded), True
+                key, changed = inserts.new_run(connection, run, axes, planned), True
             else:
-                key, changed = ours.id, inserts.plan(connection, ours.id, planned, excluded)
+                key, changed = ours.id, inserts.plan(connection, ours.id, planned)
                 if run.finished and (ours.finished is None or ours.finished < run.finished):
                     values = {"state": run.state, "finished": run.finished}
                     connection.execute(update(RUN).where(RUN.c.id == key).values(values))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, delete, select, update
+from sqlalchemy import Connection, delete, select
 
 from ..cells import Cell, parse
 from ..errors import MatrixError
@@ -31,8 +31,7 @@ class Running(NamedTuple):
 def remove(connection: Connection, run: int) -> None:
     """Let a run wait no more; the service that executes it ends its cells within seconds. It is interrupted."""
     connection.execute(delete(SUBMISSION).where(SUBMISSION.c.run_id == run))
-    values = {"state": "interrupted", "finished": datetime.now(timezone.utc)}
-    connection.execute(update(RUN).where(RUN.c.id == run).values(values))
+    inserts.finish(connection, run, "interrupted")
 
 
 def cancel(store: Store, run: str) -> None:

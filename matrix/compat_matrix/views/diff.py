@@ -31,11 +31,7 @@ TITLES = {
 
 
 def compare(store: Store, old: str, new: str) -> Changes:
-    """The changes from one run to another, by their ids.
-
-    Raises:
-        MatrixError: a run doesn't exist, or they ran different suites.
-    """
+    """The changes from one run to another, by their ids. A `MatrixError` if they ran different suites."""
     runs = [store.run(run) for run in (old, new)]
     if runs[0].suite != runs[1].suite:
         said = " and ".join(f"{run.id} (suite {common.one_line(run.suite, 60)})" for run in runs)
@@ -103,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(as_json(found.model_copy(update={"old": old, "new": new}), indent=2))
     else:
         common.show([Text(f"from {common.named(old)} to {common.named(new)}", "bold"), *_lines(found)])
-    return 1 if found.something_broke else 0
+    return 1 if found.broke or found.tests_broke else 0
 
 
 def _lines(found: Changes) -> Iterator[Text]:

@@ -7,9 +7,11 @@ import re
 import shlex
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from packaging.utils import canonicalize_name
+from pydantic import ValidationError
 from rich.text import Text
 
 from ..cells import Cell, parse
@@ -80,7 +82,7 @@ def _explained(store: Store, past: Past, full: bool) -> Iterator[Text]:
     environment = [f"{name}: {value}" for name, value in facts(found.environment).items()]
     environment += [f"{name} {version}" for name, version in packages]
     yield from common.section("environment", [common.one_line(line, 1000) for line in environment])
-    rows = [(one.name, one.state, one.reason) for one in shims(found.environment)]
+    rows = [[*map(clean, (one.name, one.state, one.reason))] for one in shims(found.environment)]
     yield from common.section("shims", common.aligned(rows))
     log = clean(found.log).splitlines()
     if full:
@@ -160,8 +162,8 @@ def shims(environment: Mapping[str, Any]) -> list[Shim]:
     entries = environment.get("shims")
     found = []
     for name, shim in entries.items() if isinstance(entries, Mapping) else ():
-        if isinstance(shim, Mapping) and isinstance(seams := shim.get("seams", []), list):
-            found.append(Shim(name=name, state=shim.get("state", ""), reason=shim.get("reason", ""), seams=seams))
+        with suppress(TypeError, ValidationError):
+            found.append(Shim(**{"state": "", "reason": "", "seams": [], **shim, "name": name}))
     return sorted(found, key=lambda shim: ([*_STATES, shim.state].index(shim.state), shim.name))
 
 

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    PlainSerializer,
-    SkipValidation,
-    TypeAdapter,
-)
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, JsonValue, PlainSerializer, TypeAdapter
 
 from ..cells import AXES, Cell
 from ..results import CellResult, Figure, Kind, Outcome, Output
-from ..results import Verdict as Ended
 from ..store import Past, Run, State, Summary
 from ..words import clean
 
@@ -29,22 +18,19 @@ T = TypeVar("T", bound="CellState")
 
 
 def plain(value: Any, depth: int = 20) -> Any:
-    """Output of a cell, without characters and numbers that JSON or UTF-8 can't represent."""
+    """Output of a cell, without characters that JSON or UTF-8 can't represent."""
     if isinstance(value, str):
         return clean(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
     if depth and isinstance(value, Mapping):
         return {clean(str(key)): plain(inner, depth - 1) for key, inner in value.items()}
     if depth and isinstance(value, (list, tuple)):
         return [plain(inner, depth - 1) for inner in value]
-    return value if value is None or isinstance(value, (bool, int)) else "..."
+    return value if value is None or isinstance(value, (int, float)) else "..."
 
 
-Text = Annotated[str, BeforeValidator(lambda value: clean(str(value)))]
-Object = Annotated[dict[str, JsonValue], BeforeValidator(plain)]
+Object = Annotated[Mapping[str, Any], PlainSerializer(plain, return_type=dict[str, JsonValue])]
 #: A cell, whose name is in the JSON.
-NamedCell = Annotated[SkipValidation[Cell], PlainSerializer(lambda cell: clean(cell.name), return_type=str)]
+NamedCell = Annotated[Cell, PlainSerializer(lambda cell: clean(cell.name), return_type=str)]
 
 
 class Model(BaseModel):
@@ -63,10 +49,10 @@ class WholeRun(Run):
 class Shim(Model):
     """A shim in a tested cell, with the seams that it changes."""
 
-    name: Text
-    state: Text
-    reason: Text
-    seams: list[Text] = Field(exclude=True)
+    name: Output
+    state: Output
+    reason: Output
+    seams: list[Output] = Field(exclude=True)
 
 
 class CellState(Model):
@@ -82,7 +68,7 @@ class CellState(Model):
     run: str
     state: State
     kind: Kind | None
-    reason: Text
+    reason: Output
     started: datetime | None
     seconds: float | None
     attempt: int | None
@@ -112,15 +98,6 @@ class ShownRun(Model):
     cells: list[MeasuredCell]
 
 
-class TestOutcome(Model):
-    """The outcome of a test."""
-
-    name: Text = Field(validation_alias="nodeid")
-    outcome: Outcome
-    seconds: float | None
-    message: Text
-
-
 @dataclass(frozen=True, kw_only=True)
 class TestFigure(Figure):
     """A figure and its test."""
@@ -128,28 +105,21 @@ class TestFigure(Figure):
     test: Output
 
 
-class Result(Model):
+@dataclass(frozen=True, kw_only=True)
+class Result(CellResult):
     """The whole result of a cell, without its log."""
 
-    cell: Text
+    cell: NamedCell
     run: str
-    verdict: Ended
-    kind: Kind | None
-    reason: Text
-    started: datetime
-    seconds: float | None
-    attempt: int
-    command: list[Text]
-    pins: Text
     environment: Object
-    tests: list[TestOutcome]
     figures: list[TestFigure]
+    log: Annotated[str, Field(exclude=True)]
 
     @classmethod
     def of(cls, found: CellResult, run: str) -> Result:
         """The result of a cell in the run of an id."""
         figures = [TestFigure(**vars(one), test=test.nodeid) for test in found.tests for one in test.figures]
-        return cls.model_validate({**vars(found), "run": run, "figures": figures})
+        return cls(**vars(found), run=run, figures=figures)
 
 
 class ChangedState(Model):
@@ -157,11 +127,11 @@ class ChangedState(Model):
 
     state: State
     kind: Kind | None
-    reason: Text
+    reason: Output
 
 
 ChangedSummary = Annotated[
-    SkipValidation[Summary | None],
+    InstanceOf[Summary] | None,
     PlainSerializer(lambda summary: summary and ChangedState.model_validate(summary), return_type=ChangedState | None),
 ]
 
@@ -204,15 +174,10 @@ class Changes(Model):
     changed: list[CellChange] = []
     appeared: list[CellChange] = []
     gone: list[CellChange] = []
-    tests_broke: dict[NamedCell, list[Text]]
-    tests_mended: dict[NamedCell, list[Text]]
+    tests_broke: dict[NamedCell, list[Output]]
+    tests_mended: dict[NamedCell, list[Output]]
     figures: list[FigureChange]
     figures_with_too_few_runs: int
-
-    @property
-    def something_broke(self) -> bool:
-        """Whether a cell broke, or a test in a cell that failed both times."""
-        return bool(self.broke or self.tests_broke)
 
 
 class Page(Model):
@@ -250,4 +215,4 @@ def as_json(found: Any, indent: int | None = None) -> str:
     """A fact, or a list of facts, as JSON."""
     if isinstance(found, list):
         return f"[{','.join(as_json(one, indent) for one in found)}]"
-    return TypeAdapter(type(found)).dump_json(found, indent=indent).decode()
+    return TypeAdapter(type(found)).dump_json(found, indent=indent, by_alias=True).decode()

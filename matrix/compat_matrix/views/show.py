@@ -54,11 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(name: str, run: str, figures: Mapping[Cell, Sequence[Figure]]) -> dict[Cell, Figure]:
-    """The figure of each cell that has it.
-
-    Raises:
-        MatrixError: no cell has it.
-    """
+    """The figure of each cell that has it. A `MatrixError` if none has."""
     chosen = {cell: one for cell, some in figures.items() for one in some if one.name == name}
     if not chosen:
         there = sorted({common.one_line(one.name) for some in figures.values() for one in some})

@@ -12,11 +12,11 @@ from pydantic import Field
 
 from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, WORD
 from ..errors import MatrixError
-from ..results import FINE
+from ..results import FINE, Output
 from ..store import Past, Store
 from ..versions import checked, parsed, related, release, same
 from .explain import shims
-from .facts import CellState, Model, NamedCell, Shim, Text
+from .facts import CellState, Model, NamedCell, Shim
 
 #: ``wrong``: something computes wrong numbers. ``refused``: the axes exclude it, with a reason. ``unknown``: not tested.
 Verdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unknown"]
@@ -69,8 +69,8 @@ class Tested(CellState):
     """A cell with its newest result, and its exact versions; in an answer with its shims and how it differs from the request."""
 
     verdict: Verdict
-    run_label: Text
-    revision: Text
+    run_label: Output
+    revision: Output
     shims: list[Shim] = Field(default_factory=list)
     differs: list[Difference] = Field(default_factory=list)
 
