@@ -15,7 +15,8 @@ from compat_matrix.axes import Axes, load
 from compat_matrix.cells import Cell
 from compat_matrix.expressions import Expression
 from compat_matrix.results import CellResult, Kind, Test, Verdict
-from compat_matrix.service.submission import Queue, Submission
+from compat_matrix.service.site import Site
+from compat_matrix.service.submission import Submission
 from compat_matrix.store import Store, documents, inserts, submissions
 from compat_matrix.store.models import SUBMISSION
 
@@ -63,10 +64,10 @@ _WHY: dict[str, tuple[Kind, str]] = {
 
 
 class Demo(NamedTuple):
-    """The ids of the demo's runs by kind, and the queue of the unfinished run."""
+    """The ids of the demo's runs by kind, and their store."""
 
     runs: dict[str, str]
-    queue: Queue
+    store: Store
 
 
 def fill(store: Store, folder: Path) -> Demo:
@@ -94,9 +95,9 @@ def fill(store: Store, folder: Path) -> Demo:
     )
     _add(store, runs["new"], (_judged(cell, now - timedelta(hours=2, minutes=14)) for cell in new))
     store.finish(runs["new"], "finished")
-    queue, runs["running"] = _queue(store, axes, now)
+    runs["running"] = _running(store, axes, now)
     documents.keep(store, "atlas", json.dumps(ATLAS))
-    return Demo(runs, queue)
+    return Demo(runs, store)
 
 
 def _add(store: Store, run: str, results: Iterable[CellResult]) -> None:
@@ -131,20 +132,21 @@ def report(store: Store, run: str, result: CellResult) -> None:
     run_now(store, run, left, next(iter(left.values()), None))
 
 
-def _queue(store: Store, axes: Axes, now: datetime) -> tuple[Queue, str]:
+def _running(store: Store, axes: Axes, now: datetime) -> str:
     """An unfinished run: one cell is done, and five run."""
-    queue = Queue(store, axes)
     cells = [
         cell
         for cell in axes.cells
         if cell.device == "cpu"
         and (cell.python, cell.transformers) in (("3.12", "5.23"), ("3.12", "5.22"), ("3.13", "5.23"))
     ]
-    run = queue.submit(Submission(cells=[cell.name for cell in cells], label="watch: transformers 5.23")).run
+    run = (
+        Site(store, axes).submit(Submission(cells=[cell.name for cell in cells], label="watch: transformers 5.23")).run
+    )
     store.add(run, passed(cells[0], now - timedelta(minutes=4)))
     pythons = [[cell for cell in cells[1:] if cell.python == python] for python in ("3.12", "3.13")]
     run_now(store, run, [*pythons[0][:3], *pythons[1][:2]], now - timedelta(seconds=40))
-    return queue, run
+    return run
 
 
 def _old(cell: Cell, when: datetime) -> CellResult:

@@ -135,7 +135,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "check": Command("commands.check:run", "ask a service for its verdict on this environment", "service --json"),
+    "check": Command("matrix_client:run", "ask a service for its verdict on this environment", "service --json"),
     "list": Command("commands.cells:list_cells", "list the cells", f"{SELECTION} --excluded --json"),
     "pin": Command("commands.packages:pin", "resolve the cells and write their pins", f"{SELECTION} --latest"),
     "fetch": Command("commands.packages:fetch", "write a folder for `run --offline`, which needs no network", FETCH),
@@ -157,7 +157,7 @@ COMMANDS = {
     "delete": Command("commands.runs:delete", "delete runs that have ended", "runs --store"),
     "prune": Command("commands.runs:prune", "delete runs that ended some days ago", "--keep --dry-run --store"),
     "serve": Command("commands.serve:run", "serve the store over HTTP, and execute submitted runs", SERVE),
-    "token": Command("commands.token:run", "manage the tokens of a service"),
+    "token": Command("service.tokens:run", "manage the tokens of a service"),
     "watch": Command("commands.watch:run", "look for new releases, and run the cells that they affect", WATCH),
     "bisect": Command(
         "commands.bisect:run", "find the first release that broke a test or a shim", f"--test --seam --axis {A_RUN}"

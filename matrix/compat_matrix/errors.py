@@ -8,3 +8,7 @@ class MatrixError(ValueError):
 
     A `ValueError`, so that pydantic reports it with the field that it is about.
     """
+
+
+class NotFoundError(MatrixError):
+    """The store has no such run."""

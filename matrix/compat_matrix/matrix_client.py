@@ -1,7 +1,8 @@
-"""The client of a matrix service: ask for the verdict on an environment."""
+"""The client of a matrix service: ask for its verdict on an environment, as ``kernel-compat-matrix check`` does."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import time
@@ -13,14 +14,12 @@ from urllib.parse import urlsplit, urlunsplit
 import requests
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
+from kernel_compat.cli import tables
 from kernel_compat.environment import Environment
 
 from .errors import MatrixError
 
 KnownVerdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unknown"]
-
-#: The verdicts on an environment that should not be used.
-BAD: tuple[KnownVerdict, ...] = ("wrong", "failed", "refused")
 
 #: The longest response, in bytes.
 _LONGEST = 4 * 2**20
@@ -53,7 +52,7 @@ class ServiceAnswer:
     @property
     def bad(self) -> bool:
         """Whether this combination is known not to work."""
-        return self.verdict in BAD
+        return self.verdict in ("wrong", "failed", "refused")
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,25 @@ class ServiceReport:
     def ok(self) -> bool:
         """Whether no answer is bad."""
         return not any(answer.bad for answer in self.answers)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print a service's verdict on this environment; returns the exit code: 1 if it is known to be bad, else 0."""
+    report = ask(options.service)
+    if options.json:
+        print(json.dumps(tables.plain({"ok": report.ok, **tables.fields_of(report)}), indent=2, allow_nan=False))
+        return int(not report.ok)
+    console = tables.console()
+    tables.print_environment(console, report.environment)
+    for answer in report.answers:
+        style = "bold red" if answer.bad else "green" if answer.verdict == "passed" else "yellow"
+        verdict, *evidence = describe(answer)
+        tables.print_text(console, f"\n{verdict}", style)
+        for text in evidence:
+            tables.print_text(console, text)
+    if not report.ok:
+        tables.print_text(console, "This environment is known to be bad: see above.", "bold red")
+    return int(not report.ok)
 
 
 def ask(url: str, environment: Environment | None = None, *, timeout: float = 10.0) -> ServiceReport:
@@ -150,8 +168,7 @@ def _ask(url: str, question: Mapping[str, str], timeout: float) -> ServiceAnswer
         found = json.loads(body)
     except ValueError:
         found = None
-    if not isinstance(found, dict):
-        found = {}
+    found = found if isinstance(found, dict) else {}
     if status != 200:
         detail = found.get("detail", "")
         said = detail if isinstance(detail, str) else "; ".join(line(one.get("msg")) for one in _objects(detail))

@@ -10,11 +10,7 @@ import pytest
 
 from .cell.kernel_compat_cell import figure
 
-__all__ = ["ServiceWarning", "figure"]
-
-
-class ServiceWarning(UserWarning):
-    """The matrix service gave no answer, and nothing is known about the environment."""
+__all__ = ["figure"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,19 +30,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     try:
         report = matrix_client.ask(url)
     except matrix_client.ServiceError as error:
-        warning = ServiceWarning(f"nothing is known about this environment: {error}")
+        warning = UserWarning(f"nothing is known about this environment: {error}")
         config.issue_config_time_warning(warning, stacklevel=2)
         return
     said = [[*matrix_client.describe(answer)] for answer in report.answers]
     if not report.ok:
         lines = [line for answer in said for line in answer]
         raise pytest.UsageError("\n".join([f"{report.url} knows that this environment is bad:", *lines]))
-    config.stash[_VERDICTS] = [f"kernel-compat: {verdict}" for verdict, *_ in said]
-
-
-_VERDICTS = pytest.StashKey[list[str]]()
-
-
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    """The service's verdicts."""
-    return config.stash.get(_VERDICTS, [])
+    for verdict, *_ in said:
+        config.get_terminal_writer().line(f"kernel-compat: {verdict}")

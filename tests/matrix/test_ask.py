@@ -14,7 +14,7 @@ from stored import cells, failed, passed, stored
 
 from compat_matrix.cells import Cell
 from compat_matrix.pages import ask, report
-from compat_matrix.pages.links import Links
+from compat_matrix.pages.render import Links
 from compat_matrix.results import Kind
 from compat_matrix.store import Store
 from compat_matrix.views.verdicts import Judged, judge, wanted

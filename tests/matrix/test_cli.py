@@ -14,7 +14,8 @@ from wheels import publish
 
 from compat_matrix.arguments import COMMANDS
 from compat_matrix.axes import OWN, load
-from compat_matrix.service.submission import Queue, Submission
+from compat_matrix.service.site import Site
+from compat_matrix.service.submission import Submission
 from compat_matrix.store import Store, submissions
 
 
@@ -273,7 +274,7 @@ def test_runs_are_cancelled_and_deleted_on_the_command_line(project: Small) -> N
 
 def test_a_run_that_a_service_has_is_not_resumed(project: Small) -> None:
     with Store.open(str(project.folder / "matrix.sqlite")) as store:
-        run = Queue(store, load(project.folder / "matrix" / "axes.toml")).submit(Submission(all=True)).run
+        run = Site(store, load(project.folder / "matrix" / "axes.toml")).submit(Submission(all=True)).run
         done = project.run("run", "--resume")
         assert (done.returncode, f"{run} waits for a service or is executed by one" in done.stderr) == (2, True)
         submissions.cancel(store, run)

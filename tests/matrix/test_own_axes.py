@@ -18,7 +18,8 @@ from compat_matrix.commands.cells import jobs
 from compat_matrix.pages import report
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import Settings
-from compat_matrix.service.submission import Queue, Submission
+from compat_matrix.service.site import Site
+from compat_matrix.service.submission import Submission
 from compat_matrix.store import Store
 
 AXES = 'peft = ["0.16", "0.17", "0.18"]\nbackend = ["gloo", "nccl"]'
@@ -188,7 +189,7 @@ def test_a_project_without_transformers_and_torch(small: Small) -> None:
 def test_a_service_runs_them(project: Small) -> None:
     axes = load(project.folder / "matrix" / "axes.toml")
     with Store.open(str(project.folder / "new.sqlite")) as store:
-        made = Queue(store, axes).submit(Submission.model_validate_json(f'{{"cells": ["{axes.cells[0]}"]}}'))
+        made = Site(store, axes).submit(Submission.model_validate_json(f'{{"cells": ["{axes.cells[0]}"]}}'))
         assert unfinished(store, made.run) == axes.cells[:1]
 
 

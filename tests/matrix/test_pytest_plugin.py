@@ -70,7 +70,7 @@ def test_a_service_that_does_not_answer_is_a_warning(service: Service, project: 
     service.stop()
     found = project.runpytest_inprocess(*PLUGIN, "-o", f"kernel_compat_service={service.url}")
     found.assert_outcomes(passed=1, warnings=1)
-    found.stdout.fnmatch_lines(["*ServiceWarning: nothing is known about this environment: *can't be reached*"])
+    found.stdout.fnmatch_lines(["*UserWarning: nothing is known about this environment: *can't be reached*"])
 
 
 def test_with_several_processes_it_asks_once(service: Service, project: pytest.Pytester) -> None:

@@ -113,12 +113,12 @@ def _addresses(made: service_demo.Demo) -> dict[str, str]:
         "grid-all": "/?flash_attention=all&python=all&only=transformers>=5.23",
         "grid-failed": "/?state=failed",
         "cell": "/cells/py312-tf5.23-torch2.15",
-        "cell-running": f"/cells/{submissions.running(made.queue.store)[0].cell}",
+        "cell-running": f"/cells/{submissions.running(made.store)[0].cell}",
         "cell-refused": "/cells/py312-tf5.23-torch2.15-fa2-cuda",
         "runs": "/runs",
         "run": f"/runs/{runs['new']}",
         "run-running": f"/runs/{runs['running']}",
-        "diff": f"/runs/{runs['old']}...{runs['new']}",
+        "diff": f"/diff?old={runs['old']}&new={runs['new']}",
         "seams": "/seams",
         "types": "/types",
         "status": "/status",
@@ -362,7 +362,7 @@ def test_what_a_result_says_does_nothing(open_page: Open, tmp_path: Path) -> Non
         with served(create_app(store, None, Settings())) as address:
             page = open_page(address)
             page.on("dialog", lambda dialog: pytest.fail(dialog.message))
-            for path in ("/", f"/cells/{cell}", "/runs", f"/runs/{store.runs()[0].id}", f"/cells/{cell}/log"):
+            for path in ("/", f"/cells/{cell}", "/runs", f"/runs/{store.runs()[0].id}"):
                 page.goto(address + path)
                 assert page.locator("img").count() == 0
                 assert hostile[:20] in page.locator("body").inner_text()

@@ -31,7 +31,6 @@ from compat_matrix.service import api_read, feed, guard
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import Settings
 from compat_matrix.service.site import Site
-from compat_matrix.service.submission import Queue
 from compat_matrix.store import Store
 from compat_matrix.store.documents import NEWS, keep
 from compat_matrix.views import verdicts
@@ -284,9 +283,8 @@ def test_both_databases_answer_the_same_of_a_page_of_everything(either: Store) -
     run = store.new_run(every, excluded={Cell("3.10", "5.9", "2.11"): "needs Python 3.11"})
     store.add(run, failed(every[0], reason=ODD))
     assert answer(store, transformers="5.8.1").counts == {"failed": 1, "passed": 1}
-    site = Site(store, Queue(store, None), None)
-    assert [one.id for one in site.store.runs(9, label="nightly", partial=False)] == [old]
-    assert [one.id for one in site.store.runs(9, run)] == [old]
+    assert [one.id for one in store.runs(9, label="nightly", partial=False)] == [old]
+    assert [one.id for one in store.runs(9, run)] == [old]
     assert [(past.cell, before) for past, before in feed.broke(store)] == [(every[0], old)]
     ET.fromstring(feed.atom(feed.entries(store), "https://matrix.example/"))
 
@@ -612,7 +610,7 @@ def test_what_has_not_changed_is_not_sent_again(
 
 def test_the_version_changes_with_everything_that_is_shown(either: Store) -> None:
     store = either
-    site = Site(store, Queue(store, None), None)
+    site = Site(store, None)
     seen = [site.tag()]
 
     def changed() -> bool:
@@ -715,7 +713,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         run = store.new_run(every, excluded={Cell("3.10", "5.9", "2.11"): "needs Python 3.11"})
         store.add(run, failed(every[0], reason=ODD))
         keep(store, "atlas", '{"seams": []}')
-        APP.state.site = Site(store, Queue(store, None), None)
+        APP.state.site = Site(store, None)
         yield
 
 

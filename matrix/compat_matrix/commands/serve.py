@@ -51,9 +51,8 @@ def run(options: argparse.Namespace) -> int:
     axes = load(options.axes) if there else None
     with Store.open(options.store) as store, _listening(options.host, options.port) as listening, ExitStack() as stack:
         app = create_app(store, axes, Settings(read=options.read, runs=not options.no_run), options)
-        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
-        root = options.root_path.rstrip("/")
-        config = uvicorn.Config(app, http="h11", root_path=root, timeout_graceful_shutdown=_GRACE, **quiet)
+        given: dict[str, Any] = {"root_path": options.root_path.rstrip("/"), "timeout_graceful_shutdown": _GRACE}
+        config = uvicorn.Config(app, http="h11", log_config=None, access_log=False, server_header=False, **given)
         sys.setswitchinterval(_SWITCH)
         # uvicorn raises the signal that ended it again.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -62,14 +61,10 @@ def run(options: argparse.Namespace) -> int:
         host, port = listening.getsockname()[:2]
         print(f"http://{f'[{host}]' if ':' in host else host}:{port} serves {store.name}", flush=True)
         if axes is None:
-            print(
-                f"there is no {PLACES[0]} here and no --axes: stored results are shown, and runs are refused",
-                flush=True,
-            )
+            print(f"there is no {PLACES[0]} here and no --axes: runs are refused", flush=True)
         elif not options.no_run:
             if not tokens.every(store):
-                said = "there is no token for writing yet: `kernel-compat-matrix token add NAME --scope submit` creates one"
-                print(said, flush=True)
+                print("`kernel-compat-matrix token add NAME --scope submit` creates a token for writing", flush=True)
             command = [sys.executable, "-m", "compat_matrix", *options.words, "--execute", secrets.token_hex(16)]
             stack.enter_context(executing.beside(lambda over: executing.supervise(command, over), "runs"))
         gc.freeze()  # a look for cycles among the modules would keep readers waiting

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from ..cells import Cell
 from ..errors import MatrixError
-from ..expressions import Expression
 from ..versions import release
 from ..views.verdicts import Closeness, Verdict, wanted
 
@@ -61,7 +60,7 @@ def read(given: Iterable[tuple[str, str]], own: Iterable[str] = ()) -> dict[str,
     """Every filter, those of a project's own axes included, with its value in an address; an empty one stands for the default.
 
     Raises:
-        MatrixError: a parameter is unknown or repeated, or a state or an expression is invalid.
+        MatrixError: a parameter is unknown, repeated or too long, or there is no such state.
     """
     filters = dict.fromkeys([*NAMES, *sorted(own)], "")
     for name, value in given:
@@ -74,8 +73,6 @@ def read(given: Iterable[tuple[str, str]], own: Iterable[str] = ()) -> dict[str,
         filters[name] = value.strip()
     if filters["state"] and filters["state"] not in STATES:
         raise MatrixError(f"{filters['state']!r} isn't a state; the states are {', '.join(STATES)}")
-    if filters["only"]:
-        Expression(filters["only"])
     return filters
 
 

@@ -21,7 +21,7 @@ def values(
     cell: Cell,
     past: Past | None,
     history: Sequence[Past],
-    leased: Sequence[Running] = (),
+    active: Sequence[Running] = (),
     excluded: str = "",
 ) -> dict[str, Any]:
     """The values of the template, for a result or a cell without one.
@@ -33,8 +33,8 @@ def values(
     shown = past or explain.plan_of(store, cell)
     made = {
         "cell": cell,
-        "entry": entry(shown, bool(leased) and not found, excluded),
-        "leased": leased,
+        "entry": entry(shown, bool(active) and not found, excluded),
+        "active": active,
         "past": shown,
         "found": found,
         "history": [(one, entry(one)) for one in history[:HISTORY]],

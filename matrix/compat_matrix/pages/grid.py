@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from ..cells import AXES, Cell
 from ..errors import MatrixError
@@ -18,8 +18,6 @@ _SHORT = {"none": "no FA", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "torch": "t
 #: A FlashAttention, a device and a Python: the cells that share them are one table for each of their values of own axes.
 Facet = tuple[str, str, str]
 Filters = Mapping[str, str]
-
-T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -43,7 +41,7 @@ class Entry(NamedTuple):
 
 
 class Tab(NamedTuple):
-    """One value of a facet, with the number of its cells that are bad."""
+    """One value of a facet, or all of them, with the number of its cells that are bad."""
 
     name: str
     filters: Filters
@@ -86,8 +84,7 @@ def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entr
     facets, tabs = choose(_about(filters, asked, entries), entries)
     own = {cell: one for cell, one in entries.items() if facet(cell) in facets}
     counts = Counter(state for one in own.values() for state in one.states)
-    state = filters["state"]
-    if state:
+    if state := filters["state"]:
         own = {cell: one for cell, one in own.items() if state in one.states}
 
     def exists(cell: Cell) -> bool:
@@ -140,26 +137,21 @@ def choose(filters: Filters, entries: Mapping[Cell, Entry]) -> tuple[set[Facet],
     pythons = common.by_version(one[2] for one in own & exist)[::-1]
     newest = [one for one in pythons if one in {key[2] for key in own & tested}] or pythons
     some = pythons if python == ALL else [python] if python else newest[:1]
-    kernel_tabs = {
-        one: (
+    of_kernel, of_python = Counter(one[:2] for one in bad), Counter(one[2] for one in bad if one in own)
+    kernel_tabs = [
+        Tab(
             f"{_SHORT.get(one[0], one[0])} · {common.DEVICES.get(one[1], one[1])}",
             {**filters, "flash_attention": one[0], "device": one[1], "python": ""},
+            chosen == [one],
+            of_kernel[one],
         )
         for one in kernels
-    }
-    python_tabs = {one: (one, {**filters, "python": one}) for one in pythons}
-    all_kernels, all_pythons = {**filters, "flash_attention": ALL, "device": ""}, {**filters, "python": ALL}
-    tabs = {
-        "FlashAttention and device": _tabs(kernel_tabs, all_kernels, chosen, Counter(one[:2] for one in bad)),
-        "Python": _tabs(python_tabs, all_pythons, some, Counter(one[2] for one in bad if one in own)),
-    }
+    ]
+    python_tabs = [Tab(one, {**filters, "python": one}, some == [one], of_python[one]) for one in pythons]
+    every_kernel = Tab("all", {**filters, "flash_attention": ALL, "device": ""}, chosen == kernels, of_kernel.total())
+    every_python = Tab("all", {**filters, "python": ALL}, some == pythons, of_python.total())
+    tabs = {"FlashAttention and device": [*kernel_tabs, every_kernel], "Python": [*python_tabs, every_python]}
     return {one for one in own if one[2] in some}, tabs
-
-
-def _tabs(values: Mapping[T, tuple[str, Filters]], every: Filters, chosen: Sequence[T], bad: Counter[T]) -> list[Tab]:
-    """A tab for each value, with its name and its filters, and one for all."""
-    tabs = [Tab(name, filters, [*chosen] == [value], bad[value]) for value, (name, filters) in values.items()]
-    return [*tabs, Tab("all", every, len(chosen) == len(tabs), bad.total())] if len(tabs) > 1 else tabs
 
 
 def _check(name: str, value: str, values: Iterable[str]) -> None:

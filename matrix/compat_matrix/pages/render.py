@@ -1,11 +1,16 @@
-"""The templates, and what they have in common."""
+"""The templates, the addresses in them, and the files that they load."""
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Mapping
 from functools import cache, lru_cache
+from hashlib import sha256
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import tomli
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -18,10 +23,52 @@ from ..views import common
 from ..words import clean, plural
 from . import ask
 from .grid import entry
-from .links import Links
 
 #: The name in the header for a project that has none.
 NAME = "kernel-compat-matrix"
+
+_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+
+
+class Links:
+    """The addresses of pages: those of a service, below the path of a proxy; or the files of a report, below the way to its folder.
+
+    Args:
+        report: the file of each address; None for a service.
+    """
+
+    def __init__(self, root: str = "", report: Mapping[str, str] | None = None) -> None:
+        self.live = report is None  # a service answers, which updates pages and takes forms
+        self.root, self._report = root.rstrip("/") if self.live else root, report or {}
+
+    def __call__(self, /, *path: str, **query: object) -> str:
+        """The address of a page by the parts of its path and its query without empty values; empty if a report lacks it."""
+        given = urlencode({name: value for name, value in query.items() if value})
+        address = "/" + "/".join(quote(part, safe="") for part in path) + (f"?{given}" if given else "")
+        if self.live:
+            return self.root + address
+        return self.root + self._report[address] if address in self._report else ""
+
+    def static(self, name: str) -> str:
+        """A file of the templates. The address changes with its content, so that clients may keep it forever."""
+        if not self.live:
+            return self.root + name
+        return f"{self.root}/static/{name}?v={sha256(static_files()[name][0]).hexdigest()[:12]}"
+
+
+def file_name(begin: str, name: str) -> str:
+    """The name of a file; whatever a store of unknown origin has in a name, it stays in the folder."""
+    return begin + re.sub(r"[^\w.+=-]", "_", name, flags=re.ASCII) + ".html"
+
+
+@cache
+def static_files() -> dict[str, tuple[bytes, str]]:
+    """The files that templates load, and their types, by name."""
+    return {
+        file.name: (file.read_bytes(), _TYPES[kind])
+        for file in files("compat_matrix").joinpath("pages/static").iterdir()
+        if (kind := file.name.rpartition(".")[2]) in _TYPES
+    }
 
 
 def project_name(axes: Axes | None) -> str:
@@ -35,10 +82,10 @@ def project_name(axes: Axes | None) -> str:
     return name if isinstance(name, str) and name else NAME
 
 
-def render(template: str, links: Links, project: str, **values: Any) -> str:
-    """A page, or a part of one."""
-    here = template.removesuffix(".html")
-    return environment().get_template(template).render(links=links, project=project, here=here, **values)
+def render(name: str, links: Links, project: str, *, live: bool = False, **values: Any) -> str:
+    """A page, or a part of one; with `live` only the part that changes while somebody looks at it, if there is one."""
+    template = environment().select_template([f"{name}_live.html"] * live + [f"{name}.html"])
+    return template.render(links=links, project=project, here=name, **values)
 
 
 @cache
@@ -50,7 +97,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
-        finalize=_fit,
+        finalize=lambda value: clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
     made.filters |= {one.__name__: one for one in (common.moment, common.duration, common.counted, plural)}
     made.filters["shell"] = shlex.join
@@ -66,7 +113,3 @@ def _label(cell: Cell) -> str:
     """The axes of a cell that the title of its grid hasn't."""
     shared = ("python", "flash_attention", "device")
     return ", ".join(f"{axis} {value}" for axis, value in cell.axes.items() if axis not in shared)
-
-
-def _fit(value: Any) -> Any:
-    return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value

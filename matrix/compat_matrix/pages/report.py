@@ -19,8 +19,7 @@ from ..views import architectures, common
 from ..views.verdicts import ORDER, Tested, in_order
 from . import ask, grid, runs, seams
 from . import cell as cell_page
-from .links import Links, file_name, static_files
-from .render import NAME, project_name, render
+from .render import NAME, Links, file_name, project_name, render, static_files
 
 #: The file that marks a folder as a report and lists its files.
 MANIFEST = ".kernel-compat-matrix-report"
@@ -78,9 +77,7 @@ def write(store: Store, folder: Path, runs: Sequence[str] | None = None, project
 
 
 def _refuse_others(folder: Path) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise MatrixError(f"{folder} isn't a folder")
     there = {os.path.relpath(Path(at, name), folder) for at, _, names in os.walk(folder) for name in names}
     listed = (folder / MANIFEST).read_text(encoding="utf-8").split("\n") if MANIFEST in there else []
@@ -124,38 +121,38 @@ class _Report:
                 continue
             seen.add(address)
             file = "index.html" if chosen == default else file_name("grid-", "-".join(*chosen))
-            pages.setdefault(file, _Page(file, "home.html", [], partial(self._home, filters)))
+            pages.setdefault(file, _Page(file, "home", [], partial(self._home, filters)))
             pages[file].addresses.append(address)
             todo += [tab.filters for some in tabs.values() for tab in some]
         return pages.values()
 
     def _home(self, filters: Mapping[str, str]) -> dict[str, Any]:
         fixed = {"fields": ask.fields(self.own), "answer": None, "run": None, "active": False}
-        return grid.home(filters, {}, self.entries) | runs.newest(self.runs) | fixed
+        return grid.home(filters, {}, self.entries) | {"newest": next(iter(self.runs), None), **fixed}
 
     def _others(self) -> Iterator[_Page]:
         store, address = self.store, self.address
         totals = store.totals(one.id for one in self.runs)
         values: Callable[[], Mapping[str, Any]] = partial(dict, runs=self.runs, totals=totals, more=False, before="")
-        yield _Page("runs.html", "runs.html", [address("runs")], values)
-        for number, run in enumerate(self.runs):
-            values = partial(runs.of_one, store, run, self.runs[number + 1 :])
-            yield _Page(file_name("runs/", run.id), "run.html", [address("runs", run.id)], values)
+        yield _Page("runs.html", "runs", [address("runs")], values)
+        for run in self.runs:
+            values = partial(runs.of_one, store, run)
+            yield _Page(file_name("runs/", run.id), "run", [address("runs", run.id)], values)
         two = runs.last_two(store, self.runs)
-        between = [address("runs", f"{two[0].id}...{two[1].id}")] if two else []
-        yield _Page("diff.html", "diff.html", [address("diff"), *between], partial(runs.changes, store, two))
+        own = [address("diff", new=two[1].id)] if two else []
+        yield _Page("diff.html", "diff", [address("diff"), *own], partial(runs.changes, store, two))
         for number, (name, shown) in enumerate(seams.values(store).items()):
             if name:
                 file = file_name("seams-", name) if number else "seams.html"
                 addresses = [address("seams", distribution=name), *([] if number else [address("seams")])]
-                yield _Page(file, "seams.html", addresses, partial(dict, shown))
-        yield _Page("types.html", "types.html", [address("types")], architectures.values)
+                yield _Page(file, "seams", addresses, partial(dict, shown))
+        yield _Page("types.html", "types", [address("types")], architectures.values)
         for past in self.newest:
             if past.summary.verdict is not None:
                 name, parts = past.cell.name, [one.id for one in self.runs if one.whole == past.run.whole]
                 addresses = [address("cells", name, run=one) for one in ("", *parts)]
                 addresses.append(address("cells", name, run=past.run.id, attempt=past.summary.attempt))
-                yield _Page(file_name("cells/", name), "cell.html", addresses, partial(self._cell, past))
+                yield _Page(file_name("cells/", name), "cell", addresses, partial(self._cell, past))
 
     def _cell(self, past: Past) -> dict[str, Any]:
         history = [one for one in self.store.history(past.cell) if one.run in self.runs]
@@ -186,4 +183,4 @@ def _tested(one: Tested, links: Links) -> Mapping[str, object]:
         return found
     exact = {axis: one[axis] for axis in (*ORDER, *one.extra)}
     began = one.started and one.started.isoformat()
-    return found | {"began": began, "exact": exact, "html": render("evidence.html", links, "", one=one)}
+    return found | {"began": began, "exact": exact, "html": render("evidence", links, "", one=one)}

@@ -16,13 +16,11 @@ from . import grid
 SEARCHED = 50
 
 
-def of_one(
-    store: Store, run: Run, earlier: Sequence[Run], leased: Sequence[Running] = (), can: str = ""
-) -> dict[str, Any]:
-    """The values of a run's page, with the earlier runs, its cells that are running, and the action that can be taken."""
-    entries = grid.of_run(run, store.summary(run.id), {one.cell for one in leased})
-    shown = {"run": run, "before": before(run, earlier), "leased": leased, "can": can}
-    return {**shown, "groups": grid.groups(entries), "counts": Counter(one.state for one in entries.values())}
+def of_one(store: Store, run: Run, active: Sequence[Running] = (), can: str = "") -> dict[str, Any]:
+    """The values of a run's page, with its cells that are running, and the action that can be taken."""
+    entries = grid.of_run(run, store.summary(run.id), {one.cell for one in active})
+    counts = Counter(one.state for one in entries.values())
+    return {"run": run, "active": active, "can": can, "groups": grid.groups(entries), "counts": counts}
 
 
 def changes(store: Store, two: tuple[Run, Run] | None) -> dict[str, Any]:
@@ -30,22 +28,11 @@ def changes(store: Store, two: tuple[Run, Run] | None) -> dict[str, Any]:
     return {"diff": two and diff.compare(store, two[0].id, two[1].id), "titles": diff.TITLES}
 
 
-def newest(whole: Sequence[Run]) -> dict[str, Run | None]:
-    """The newest of these runs, and the one before it: values of the first page."""
-    run = whole[0] if whole else None
-    return {"newest": run, "before": run and before(run, whole)}
-
-
-def before(run: Run, earlier: Sequence[Run]) -> Run | None:
-    """The newest of these runs that isn't a part of this one and has the same suite."""
-    return next((one for one in earlier if one.whole != run.whole and one.suite == run.suite), None)
-
-
 def last_two(store: Store, runs: Sequence[Run]) -> tuple[Run, Run] | None:
-    """The newest of these runs with results, after the newest one before it that shares cells with it."""
+    """The newest of these runs with results, after the newest one before it that has its suite and some of its cells."""
     new, cells = None, set[Cell]()
     for one in runs[:SEARCHED]:
-        if new and not before(new, [one]):
+        if new and (one.whole == new.whole or one.suite != new.suite):
             continue
         ran = {cell for cell, summary in store.summary(one.id).items() if summary.verdict}
         if new and ran & cells:

@@ -13,8 +13,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.exceptions import HTTPException
 
-from ..cells import AXES, NAME, WORD
+from ..cells import NAME, WORD
 from ..errors import MatrixError
+from ..pages import logs
 from ..pages.render import environment
 from ..results import ENDED, Kind
 from ..store import Past, State
@@ -47,10 +48,8 @@ Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
 Kernel = Literal["none", "fa2", "fa3", "fa4", "torch"]
 Device = Literal["cpu", "cuda"]
 _RUN = "A run's id or its beginning, its label, latest or latest~1."
-RunName = Annotated[str, Field(min_length=1, max_length=100, description=_RUN)]
 RunPath = Annotated[str, Path(min_length=1, max_length=100, description=_RUN)]
-_CELL = "A cell's name, such as py312-tf5.23-torch2.15-fa4-cuda."
-CellPath = Annotated[str, Path(pattern=f"^{NAME}$", description=_CELL)]
+CellPath = Annotated[str, Path(pattern=f"^{NAME}$", description="As py312-tf5.23-torch2.15-fa4-cuda.")]
 AxisPath = Annotated[str, Path(pattern=f"^{WORD}$", description="The name of an axis, such as transformers.")]
 BadgeValue = Annotated[str, Path(pattern=r"^[a-z0-9._]{1,40}$", description="As in the names of cells.")]
 
@@ -80,20 +79,19 @@ class _WithOwn(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    def own(self, site: Site) -> dict[str, str]:
-        """The own axes; a parameter that isn't one is refused."""
-        given: dict[str, str] = self.model_extra or {}
-        known = site.own_axes() if given else {}
-        if unknown := next((name for name in given if name not in known), None):
+    def given(self, site: Site) -> dict[str, str]:
+        """The values that a cell must have; a further parameter that isn't an own axis is refused."""
+        known = site.own_axes() if self.model_extra else {}
+        if unknown := next((name for name in self.model_extra or () if name not in known), None):
             own = ", ".join(known) or "none"
             raise MatrixError(f"{unknown}: there is no such parameter; the project's own axes are {own}")
-        return given
+        return self.model_dump(exclude={"limit", "cursor"}, exclude_none=True)
 
 
 class _Combination(_WithOwn):
     transformers: Version | None = Field(None, description="A release such as 5.9.0, or 5.9 for any of its patches.")
     torch: Version | None = Field(None, description="As transformers; what follows a plus sign makes no difference.")
-    flash_attn: Kernel | None = Field(None, description="Which FlashAttention.")
+    flash_attention: Kernel | None = Field(None, alias="flash_attn", description="Which FlashAttention.")
     python: Version | None = Field(None, description="Such as 3.12.")
     device: Device | None = None
     limit: int = Field(5, ge=1, le=100, description="Of the tested combinations in the answer.")
@@ -111,14 +109,9 @@ class _CellPage(_Page, _WithOwn):
 
     def matching(self, site: Site, cells: Sequence[Past]) -> Response:
         """The page of those cells that have the requested values."""
-        axes = self.model_dump(include={*AXES}, exclude_none=True) | self.own(site)
-        result = self.model_dump(include={"state", "kind"}, exclude_none=True).items()
-
-        def fits(past: Past) -> bool:
-            alike = all(getattr(past.summary, name) == value for name, value in result)
-            return alike and axes.items() <= past.cell.axes.items()
-
-        return self.page([*filter(fits, cells)])
+        wanted = self.given(site).items()
+        known = ({**one.cell.axes, "state": one.summary.state, "kind": one.summary.kind} for one in cells)
+        return self.page([one for one, values in zip(cells, known, strict=True) if wanted <= values.items()])
 
 
 class _RunPage(_Asked):
@@ -134,8 +127,8 @@ class _Attempt(_Asked):
 
 
 class _Two(_Asked):
-    old: RunName = "latest~1"
-    new: RunName = "latest"
+    old: str = Field("latest~1", min_length=1, max_length=100, description=_RUN)
+    new: str = Field("latest", min_length=1, max_length=100, description=_RUN)
 
 
 Nothing = Annotated[_Asked, Query()]
@@ -157,8 +150,7 @@ def compat(site: Current, asked: Annotated[_Combination, Query()]) -> Response:
 
     Further parameters are the project's own axes.
     """
-    axes = {axis: getattr(asked, "flash_attn" if axis == "flash_attention" else axis) for axis in AXES}
-    return _json(verdicts.answer(site.store, verdicts.wanted(axes | asked.own(site)), asked.limit))
+    return _json(verdicts.answer(site.store, verdicts.wanted(asked.given(site)), asked.limit))
 
 
 @router.get("/runs", response_model=Runs)
@@ -195,7 +187,11 @@ def result(site: Current, run: RunPath, cell: CellPath, asked: Annotated[_Attemp
 @router.get("/runs/{run}/cells/{cell}/log", **_of("text/plain"))
 def log(site: Current, run: RunPath, cell: CellPath, asked: Annotated[_Attempt, Query()]) -> Response:
     """The output of a cell, without terminal control sequences."""
-    return StreamingResponse(site.log(*site.result(cell, run, asked.attempt)), media_type="text/plain")
+    wanted, past = site.result(cell, run, asked.attempt)
+    packed = logs.packed_log(site.store, past.run.id, wanted, past.summary.attempt)
+    if packed is None:
+        raise HTTPException(404, f"{wanted} has no log in {past.run.id}.")
+    return StreamingResponse(logs.plain(packed), media_type="text/plain")
 
 
 @router.get("/cells", response_model=Cells)
@@ -241,7 +237,7 @@ def badge_of(site: Current, axis: AxisPath, value: BadgeValue, nothing: Nothing)
 @router.get("/metrics", **_of("text/plain"))
 def prometheus(site: Current, nothing: Nothing) -> Response:
     """Cells by state, runs and the queue, in Prometheus' text format."""
-    return Response(metrics.exposition(site), media_type=CONTENT_TYPE_LATEST)
+    return Response(metrics.exposition(site.store), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/feed.atom", **_of("application/atom+xml"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio
 import anyio.to_process
@@ -15,17 +15,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 
 from ..errors import MatrixError
 from ..store import Store, removal, submissions
 from ..views.facts import Error
 from .executing import NICE
-from .guard import body, pieces
+from .guard import STORE
 from .submission import Submission, Submitted
-
-#: The media type of a store as a file.
-STORE = "application/vnd.sqlite3"
 
 
 class Merged(BaseModel):
@@ -34,25 +30,15 @@ class Merged(BaseModel):
     merged: list[str]
 
 
-def _answers(*codes: int) -> dict[int | str, dict[str, Any]]:
-    return {code: {"model": Error} for code in (400, 401, 403, 413, 415, 422, 429, 503, *codes)}
-
-
 #: Only for the document: `Guard` has checked the token.
 _bearer = HTTPBearer(auto_error=False, description="a token of `kernel-compat-matrix token add`")
 
-router = APIRouter(tags=["writing"], dependencies=[Depends(_bearer)])
+router = APIRouter(
+    tags=["writing"],
+    dependencies=[Depends(_bearer)],
+    responses={code: {"model": Error} for code in (400, 401, 403, 404, 409, 413, 415, 422, 429, 503)},
+)
 RunId = Annotated[str, PathParameter(pattern=r"^[A-Za-z0-9-]{1,40}$", description="The id of a run.")]
-
-
-def _known(request: Request, run: RunId) -> str:
-    """The id of a run that there is."""
-    if not request.app.state.site.store.runs(1, name=run):
-        raise HTTPException(404, f"there is no run {run}")
-    return run
-
-
-Known = Annotated[str, Depends(_known)]
 
 _BODIES = {
     "application/json": {"schema": Submission.model_json_schema()},
@@ -60,43 +46,35 @@ _BODIES = {
 }
 
 
-@router.post(
-    "/runs",
-    status_code=201,
-    responses=_answers(),
-    openapi_extra={"requestBody": {"required": True, "content": _BODIES}},
-)
+@router.post("/runs", status_code=201, openapi_extra={"requestBody": {"required": True, "content": _BODIES}})
 async def submit(request: Request) -> Submitted | Merged:
     """Create a run of cells of the served axes, or copy the runs of a store that was written by `run --export`."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == STORE:
+    if request.headers.get("content-type") == STORE:
         return await _merge(request)
-    if kind != "application/json":
-        raise HTTPException(422, f"the request needs the header Content-Type: application/json, or {STORE}")
     try:
-        wanted = Submission.model_validate_json(await body(request))
+        wanted = Submission.model_validate_json(await request.body())
     except ValidationError as error:
         found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
         raise RequestValidationError(found) from None
-    submitted: Submitted = await run_in_threadpool(request.app.state.site.queue.submit, wanted)
+    submitted: Submitted = await run_in_threadpool(request.app.state.site.submit, wanted)
     return submitted
 
 
-@router.post("/runs/{run}/cancel", status_code=204, responses=_answers(404, 409))
-def cancel(request: Request, run: Known) -> None:
+@router.post("/runs/{run}/cancel", status_code=204)
+def cancel(request: Request, run: RunId) -> None:
     """Interrupt a run; its finished cells stay. 409: it has ended."""
     submissions.cancel(request.app.state.site.store, run)
 
 
-@router.post("/runs/{run}/retry", status_code=202, responses=_answers(404, 409))
-def retry(request: Request, run: Known) -> Submitted:
+@router.post("/runs/{run}/retry", status_code=202)
+def retry(request: Request, run: RunId) -> Submitted:
     """Run the failed and the unfinished cells of a run again. 409: it hasn't ended, or has none."""
-    submitted: Submitted = request.app.state.site.queue.retry(run)
+    submitted: Submitted = request.app.state.site.retry(run)
     return submitted
 
 
-@router.delete("/runs/{run}", status_code=204, responses=_answers(404, 409))
-def delete(request: Request, run: Known) -> None:
+@router.delete("/runs/{run}", status_code=204)
+def delete(request: Request, run: RunId) -> None:
     """Delete a run with its results. 409: it hasn't ended."""
     removal.delete_runs(request.app.state.site.store, [run])
 
@@ -107,7 +85,7 @@ async def _merge(request: Request) -> Merged:
     with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as folder:
         path = Path(folder) / "upload.sqlite"
         async with await anyio.open_file(path, "wb") as file:
-            async for piece in pieces(request, state.settings.upload_bytes):
+            async for piece in request.stream():
                 await file.write(piece)
         copied = await anyio.to_process.run_sync(_copied, state.site.store.url, str(path), limiter=state.merging)
     return Merged(merged=copied)

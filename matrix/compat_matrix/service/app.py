@@ -18,7 +18,6 @@ from ..store import Store
 from . import api_read, api_write, pages
 from .guard import Guard, Settings, refuse
 from .site import Site
-from .submission import Queue
 
 #: Threads that handle requests. More of them would wait longer for Python's lock than they work.
 _THREADS = 3
@@ -44,8 +43,7 @@ def create_app(
         openapi_url="/api/v1/openapi.json",
     )
     app.state.merging = CapacityLimiter(1)  # SQLite has one writer
-    app.state.settings = settings
-    app.state.site = Site(store, Queue(store, axes if settings.runs else None, options), axes)
+    app.state.site = Site(store, axes, options, runs=settings.runs)
     for error in (HTTPException, RequestValidationError):  # `Guard` handles the others
         app.add_exception_handler(error, refuse)
     app.add_middleware(GZipMiddleware, compresslevel=1)

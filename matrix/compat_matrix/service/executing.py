@@ -23,7 +23,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from rich.console import Console
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, select, update
+from sqlalchemy import ColumnElement, Row, and_, delete, func, select, update
 
 from .. import runner
 from ..axes import load
@@ -38,6 +38,8 @@ from ..store.models import RUN, SUBMISSION, Utc
 from ..work import Job
 from .submission import for_suite
 
+#: The time by the clock of the database.
+_NOW = select(func.now(type_=Utc))
 #: Seconds between two looks for a run to execute.
 _POLL = 1.0
 #: Seconds between two signs of life.
@@ -126,7 +128,7 @@ def take(store: Store, claim: str) -> Row[Any] | None:
     """Claim the first run that waits or whose service has ended; None if no run can be claimed."""
     query = select(SUBMISSION, RUN.c.name).join_from(SUBMISSION, RUN).order_by(SUBMISSION.c.id)
     with store.reading() as connection:
-        rows, now = connection.execute(query).all(), _now(connection)
+        rows, now = connection.execute(query).all(), connection.scalars(_NOW).one()
     for row in rows:
         if row.claim not in (None, claim) and now - row.seen < _GONE:
             continue
@@ -150,13 +152,6 @@ def _execute(store: Store, claim: str, options: argparse.Namespace, row: Row[Any
         KeyboardInterrupt: the service has ended.
     """
     own = and_(SUBMISSION.c.run_id == row.run_id, SUBMISSION.c.claim == claim)
-
-    def release(**values: object) -> None:
-        """Let the run wait for a service again, if it wasn't cancelled."""
-        free = {"claim": None, "seen": None, "host": "", "running": "{}"}
-        with store.writing() as connection:
-            connection.execute(update(SUBMISSION).where(own).values({**free, **values}))
-
     progress = Progress(0, 0, Console(quiet=True))
     try:
         with beside(lambda over: _beat(store, own, progress, over), "beat"):
@@ -169,14 +164,14 @@ def _execute(store: Store, claim: str, options: argparse.Namespace, row: Row[Any
                 return
             executor = executor_of(options, options.ray is not None)
             runner.execute(row.name, jobs, store, executor, progress, patience=_PATIENCE, finish=False)
-    except _Stopped:
-        release(tries=0)
+    except (_Stopped, Exception) as error:  # let it wait for a service again, if it wasn't cancelled
+        why = {"tries": 0} if isinstance(error, _Stopped) else {"reason": str(error)}
+        free = {"claim": None, "seen": None, "host": "", "running": "{}", **why}
+        with store.writing() as connection:
+            connection.execute(update(SUBMISSION).where(own).values(free))
         raise
     except KeyboardInterrupt:
         return
-    except Exception as error:
-        release(reason=str(error))
-        raise
     with store.writing() as connection:  # one transaction: a run that is finished can be retried and deleted
         if connection.execute(delete(SUBMISSION).where(own)).rowcount:
             inserts.finish(connection, row.run_id, "finished")
@@ -202,14 +197,9 @@ def _beat(store: Store, own: ColumnElement[bool], progress: Progress, over: thre
         values |= {"tries": 0, "reason": ""} if progress.counts else {}
         with suppress(MatrixError):  # the database is away
             with store.writing() as connection:
-                alive = update(SUBMISSION).where(own).values({**values, "seen": _now(connection)})
+                alive = update(SUBMISSION).where(own).values({**values, "seen": connection.scalars(_NOW).one()})
                 claimed = connection.execute(alive).rowcount
             if not claimed:
                 os.kill(os.getpid(), signal.SIGINT)
                 return
         over.wait(_BEAT)
-
-
-def _now(connection: Connection) -> datetime:
-    """The time by the clock of the database."""
-    return connection.execute(select(func.now(type_=Utc))).scalar_one()

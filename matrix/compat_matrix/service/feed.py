@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Select, func, select
+from sqlalchemy import func, select
 
-from ..pages.links import Links
-from ..pages.render import environment
+from ..pages.render import Links, environment
 from ..store import Past, Store
 from ..store import queries as stored
 from ..store.documents import NEWS, kept
@@ -46,21 +45,23 @@ def broke(store: Store) -> list[tuple[Past, str]]:
     return [(stored.past_of(row), row[stored.SUMMARY]) for row in store.rows(_BROKE)]
 
 
-def _broke() -> Select[Any]:
-    newest = select(func.max(RESULT.c.id)).scalar_subquery()
-    last = func.max(RESULT.c.attempt).over(partition_by=(RESULT.c.run_id, RESULT.c.cell_id)).label("last")
-    some = select(RESULT, last).where(RESULT.c.id > newest - _RESULTS, stored.HAS_ENDED).subquery()
-    over: dict[str, Any] = {"partition_by": some.c.cell_id, "order_by": RUN.c.id}
-    before = func.lag(some.c.verdict).over(**over).label("before")
-    run_before = func.lag(RUN.c.name).over(**over).label("run_before")
-    ends = select(some.c.id, some.c.verdict, before, run_before).join(RUN, RUN.c.id == some.c.run_id)
-    ended = ends.where(some.c.attempt == some.c.last, RUN.c.partial.is_(False)).subquery()
-    query: Select[Any] = stored.summary(ended.c.run_before, *stored.RUN_FIELDS).join(ended, ended.c.id == RESULT.c.id)
-    query = query.where(ended.c.verdict == "failed", ended.c.before != "failed")
-    return query.order_by(*stored.NEWEST_FIRST, RESULT.c.id.desc()).limit(_MOST)
-
-
-_BROKE = _broke()
+_newest = select(func.max(RESULT.c.id)).scalar_subquery()
+_last = func.max(RESULT.c.attempt).over(partition_by=(RESULT.c.run_id, RESULT.c.cell_id)).label("last")
+_some = select(RESULT, _last).where(RESULT.c.id > _newest - _RESULTS, stored.HAS_ENDED).subquery()
+_over: dict[str, Any] = {"partition_by": _some.c.cell_id, "order_by": RUN.c.id}
+_before = (
+    func.lag(_some.c.verdict).over(**_over).label("before"),
+    func.lag(RUN.c.name).over(**_over).label("run_before"),
+)
+_ends = select(_some.c.id, _some.c.verdict, *_before).join(RUN, RUN.c.id == _some.c.run_id)
+_ended = _ends.where(_some.c.attempt == _some.c.last, RUN.c.partial.is_(False)).subquery()
+_BROKE = (
+    stored.summary(_ended.c.run_before, *stored.RUN_FIELDS)
+    .join(_ended, _ended.c.id == RESULT.c.id)
+    .where(_ended.c.verdict == "failed", _ended.c.before != "failed")
+    .order_by(*stored.NEWEST_FIRST, RESULT.c.id.desc())
+    .limit(_MOST)
+)
 
 
 def atom(found: Sequence[tuple[datetime, str, str, str, str]], base: str) -> bytes:

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 import zlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,9 +27,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import MatrixError
-from ..pages.links import Links
-from ..pages.render import render
+from ..errors import MatrixError, NotFoundError
+from ..pages.render import Links, render
 from ..store import Store
 from ..store.submissions import StateError
 from ..words import clean
@@ -45,6 +44,9 @@ HEADERS = {
     "referrer-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
+
+#: The media type of a store as a file.
+STORE = "application/vnd.sqlite3"
 
 #: The largest request except a store, in bytes.
 REQUEST_BYTES = 2**20
@@ -107,10 +109,13 @@ class Guard:
         headers = request.headers
         reading = request.method in ("GET", "OPTIONS")
         form = not (reading or _of_api(request))
-        if "transfer-encoding" in headers and "content-length" in headers:
-            # A proxy may disagree with this server on where the body ends.
-            said = "the request has both Content-Length and Transfer-Encoding"
-            raise HTTPException(400, said, {"connection": "close"})
+        if "transfer-encoding" in headers:  # a proxy may disagree with this server on where the body ends
+            said = "the request has Transfer-Encoding: it needs Content-Length instead"
+            raise HTTPException(400, said, {"connection": "close"} if "content-length" in headers else None)
+        upload = _of_api(request) and headers.get("content-type") == STORE
+        most = self._settings.upload_bytes if upload else REQUEST_BYTES
+        if int(headers.get("content-length", "0")) > most:
+            raise HTTPException(413, f"more than {most} bytes")
         if form and not _same_origin(headers):  # a browser sends the password with forms of other sites, too
             said = "this form was sent by another site, or by something that isn't a browser: use the API"
             raise HTTPException(403, said)
@@ -138,28 +143,6 @@ class Guard:
             raise HTTPException(429, f"too many {what}: wait {wait} s", {"retry-after": str(wait)})
 
 
-async def pieces(request: Request, most: int = REQUEST_BYTES) -> AsyncIterator[bytes]:
-    """The body of a request as it arrives.
-
-    Raises:
-        HTTPException: 413, it has more bytes, whatever Content-Length says.
-    """
-    too_large = HTTPException(413, f"more than {most} bytes")
-    if int(request.headers.get("content-length", "0")) > most:
-        raise too_large
-    left = most
-    async for piece in request.stream():
-        left -= len(piece)
-        if left < 0:
-            raise too_large
-        yield piece
-
-
-async def body(request: Request) -> bytes:
-    """The body of a request of at most `REQUEST_BYTES`."""
-    return b"".join([piece async for piece in pieces(request)])
-
-
 def refuse(request: Request, error: Exception) -> Response:
     """The response to an error: JSON for the API, else a page."""
     if isinstance(error, HTTPException) and error.status_code in (204, 304):
@@ -175,7 +158,7 @@ def refuse(request: Request, error: Exception) -> Response:
     said = detail if isinstance(detail, str) else "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in detail)
     links, project = Links(request.scope.get("root_path", "")), request.app.state.site.project
     text = f"{said} ({number})" if number else said
-    page = render("error.html", links, project, title=_TITLES.get(status, "Refused"), text=text)
+    page = render("error", links, project, title=_TITLES.get(status, "Refused"), text=text)
     return HTMLResponse(page, status, headers)
 
 
@@ -194,7 +177,7 @@ def _reason(request: Request, error: Exception) -> tuple[int, str | list[dict[st
     if isinstance(error, MatrixError) and cause is None:
         internal = f"the store {request.app.state.site.store.name}"
         said = str(error).replace(internal, "the store").removeprefix("the store: ")
-        return 409 if isinstance(error, StateError) else 422, said, None
+        return {StateError: 409, NotFoundError: 404}.get(type(error), 422), said, None
     # The database is gone or broken, unless it is a mistake in a statement.
     if cause is not None and not isinstance(cause, (IntegrityError, ProgrammingError)):
         return 503, "the database doesn't answer", {"retry-after": "5"}

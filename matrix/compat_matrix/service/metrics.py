@@ -8,14 +8,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from ..store import submissions
+from ..store import Store, submissions
 from ..words import clean
-from .site import Site
 
 
-def exposition(site: Site) -> bytes:
+def exposition(store: Store) -> bytes:
     """The metrics in Prometheus' text format."""
-    store, registry = site.store, CollectorRegistry(auto_describe=False)
+    registry = CollectorRegistry(auto_describe=False)
 
     def gauge(name: str, text: str, values: Mapping[Any, float], *labels: str) -> None:
         made = Gauge(f"kernel_compat_matrix_{name}", text, labels, registry=registry)
@@ -26,9 +25,6 @@ def exposition(site: Site) -> bytes:
     states = Counter((one.state, one.kind or "", cell.device, cell.flash_attention) for cell, one in newest)
     gauge("cells", "Cells by their newest result.", states, "state", "kind", "device", "flash_attention")
     gauge("runs", "Runs by state.", Counter((clean(run.state),) for run in store.runs()), "state")
-    if began := [one.started.timestamp() for _, one in newest if one.started]:
-        text = "When the newest of the cells' results was begun."
-        gauge("newest_result_timestamp_seconds", text, {(): max(began)})
     executed = Counter(bool(one.host) for one in submissions.waiting(store))
     queue = {("waiting",): executed[False], ("executed",): executed[True]}
     gauge("queue_runs", "Runs that haven't ended, by whether a service executes them.", queue, "state")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from fastapi.responses import HTMLResponse, RedirectResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -19,14 +18,12 @@ from ..errors import MatrixError
 from ..expressions import Expression
 from ..pages import ask, grid, runs, seams
 from ..pages import cell as cell_page
-from ..pages.links import Links, static_files
-from ..pages.render import render
-from ..store import Past, submissions
+from ..pages.render import Links, render, static_files
+from ..store import submissions
 from ..views import architectures, common, explain
 from ..views.verdicts import judge
 from . import api_write
-from .api_write import Known
-from .guard import body
+from .api_write import RunId
 from .site import Current, Site, current
 from .submission import Submission
 
@@ -34,9 +31,6 @@ router = APIRouter(include_in_schema=False)
 
 #: The number of runs on one page.
 _RUNS = 25
-
-#: The pages of which a part changes while somebody looks at them; it has a template of its own.
-_CHANGING = ("home", "cell", "run", "status")
 
 #: The proofs of the model types, which never change.
 _types = cache(architectures.values)
@@ -46,8 +40,7 @@ def _shown(request: Request, name: str, *, status: int = 200, **values: Any) -> 
     """A page, or only the part that changes if the client asks for that. `part` is its address."""
     url = request.url.include_query_params(live=getattr(request.state, "tag", ""))
     values = {"part": f"{url.path}?{url.query}"} | values
-    template = f"{name}_live.html" if _live(request) and name in _CHANGING else f"{name}.html"
-    page = render(template, _links(request), request.app.state.site.project, **values)
+    page = render(name, _links(request), request.app.state.site.project, live=_live(request), **values)
     return HTMLResponse(page.encode("utf-8", "replace"), status)
 
 
@@ -63,25 +56,24 @@ def _live(request: Request) -> bool:
 def the_home(request: Request, site: Current) -> Response:
     """The question, its answer and the grid."""
     given = [(name, value) for name, value in request.query_params.multi_items() if value and name != "live"]
-    own, store, newest = site.own_axes(), site.store, list[Past]()
+    own, store = site.own_axes(), site.store
     chosen = ask.read(given, own)
     asked = ask.asked(chosen, own)
     run = site.run(chosen["run"]) if chosen["run"] else None
     if run and run.id != chosen["run"]:
         return RedirectResponse(_links(request)(**{**chosen, "run": run.id}))
-    running = [one.cell for one in submissions.running(store) if not run or one.run == run.id]
+    running = {one.cell for one in submissions.running(store, run.id if run else None)}
+    newest = [] if run else store.newest()
     if run:
         entries = grid.of_run(run, store.summary(run.id), running)
     else:
-        newest = store.newest()
-        served = {cell: grid.entry(None, excluded=why) for cell, why in site.served.items()}
-        now = {*running}
-        entries = served | {one.cell: grid.entry(one, one.cell in now) for one in newest}
+        entries = {cell: grid.entry(None, excluded=why) for cell, why in site.served.items()}
+        entries |= {one.cell: grid.entry(one, one.cell in running) for one in newest}
     answer = judge(store, asked, newest or None) if asked and not _live(request) else None
     if chosen["only"]:
         condition = Expression(chosen["only"], values_of(entries))
         entries = {cell: one for cell, one in entries.items() if condition(cell)}
-    values = grid.home(chosen, asked, entries) | runs.newest(site.store.runs(runs.SEARCHED, partial=False))
+    values = grid.home(chosen, asked, entries) | {"newest": next(iter(site.store.runs(1, partial=False)), None)}
     values |= {"fields": ask.fields(own), "answer": answer, "run": run, "active": bool(running)}
     return _shown(request, "home", **values)
 
@@ -94,29 +86,17 @@ class _Asked(BaseModel):
     live: str = ""
 
 
-@router.get("/cells/{name:path}/log")
-def the_log(site: Current, name: str, asked: Annotated[_Asked, Query()]) -> Response:
-    """The log of a result, as plain text."""
-    cell, past = site.result(name, asked.run, asked.attempt)
-    file = re.sub(r"[^A-Za-z0-9.-]", "_", f"{cell.name}-{past.run.id}.txt")
-    headers = {
-        "content-security-policy": "default-src 'none'; sandbox; frame-ancestors 'none'",
-        "content-disposition": f'inline; filename="{file}"',
-    }
-    return StreamingResponse(site.log(cell, past), media_type="text/plain; charset=utf-8", headers=headers)
-
-
 @router.get("/cells/{name:path}")
 def the_cell(request: Request, site: Current, name: str, asked: Annotated[_Asked, Query()]) -> Response:
     """The page of a cell."""
     store, cell = site.store, site.cell(name)
-    leased = [one for one in submissions.running(store) if one.cell == cell]
+    active = [one for one in submissions.running(store) if one.cell == cell]
     if _live(request):  # a cell that doesn't run any more has a result
-        return _shown(request, "cell", leased=leased) if leased else Response(headers={"HX-Refresh": "true"})
+        return _shown(request, "cell", active=active) if active else Response(headers={"HX-Refresh": "true"})
     given = asked.run or asked.attempt
     past = site.result(name, asked.run, asked.attempt)[1] if given else explain.past_of(store, cell)
     history = store.history(cell, limit=cell_page.HISTORY + 1)
-    values = cell_page.values(store, cell, past, history, leased, site.served.get(cell, ""))
+    values = cell_page.values(store, cell, past, history, active, site.served.get(cell, ""))
     return _shown(request, "cell", **values)
 
 
@@ -137,8 +117,8 @@ def _runs(request: Request, site: Site, submitted: Mapping[str, str] = {}, refus
         totals=site.store.totals(one.id for one in found[:_RUNS]),
         more=len(found) > _RUNS,
         before=before,
-        suites=site.queue.suites,
-        submitted={"only": "", "suite": "default", "label": "", "all": ""} | dict(submitted),
+        suites=site.suites,
+        submitted={"only": "", "suite": "default", "label": "", "all": "", **submitted},
         refused=refused,
     )
 
@@ -146,15 +126,13 @@ def _runs(request: Request, site: Site, submitted: Mapping[str, str] = {}, refus
 @router.post("/runs")
 async def submit(request: Request) -> Response:
     """Submit a run, and go to its page; what is refused is kept in the form and explained."""
+    site: Site = request.app.state.site
     try:
-        found = dict(parse_qsl((await body(request)).decode(), keep_blank_values=True, max_num_fields=50))
+        form = dict(parse_qsl((await request.body()).decode(), max_num_fields=50))  # without empty fields
     except ValueError:
         raise HTTPException(400, "This isn't a form of this service.") from None
-    site: Site = request.app.state.site
-    form = {name: found.get(name, "").strip() for name in ("only", "suite", "label", "all")}
     try:
-        given = Submission(only=form["only"] or None, suite=form["suite"], label=form["label"], all=bool(form["all"]))
-        made = await run_in_threadpool(site.queue.submit, given)
+        made = await run_in_threadpool(site.submit, Submission.model_validate(form | {"all": "all" in form}))
     except ValidationError as error:
         refused = "; ".join(f"{one['loc'][0]}: {one['msg']}" for one in error.errors())
     except MatrixError as error:
@@ -167,14 +145,14 @@ async def submit(request: Request) -> Response:
 
 
 @router.post("/runs/{run}/cancel")
-def cancel(request: Request, run: Known) -> Response:
+def cancel(request: Request, run: RunId) -> Response:
     """Interrupt a run."""
     api_write.cancel(request, run)
     return RedirectResponse(_links(request)("runs", run), 303)
 
 
 @router.post("/runs/{run}/retry")
-def retry(request: Request, run: Known) -> Response:
+def retry(request: Request, run: RunId) -> Response:
     """Run the failed and the unfinished cells of a run again."""
     api_write.retry(request, run)
     return RedirectResponse(_links(request)("runs", run), 303)
@@ -182,30 +160,25 @@ def retry(request: Request, run: Known) -> Response:
 
 @router.get("/runs/{name:path}")
 def the_run(request: Request, site: Current, name: str) -> Response:
-    """The page of a run, or the comparison of two at ``OLD...NEW``."""
-    old, dots, new = name.partition("...")
-    if dots:
-        return the_diff(request, site, old, new)
+    """The page of a run."""
     run = site.run(name)
     if run.id != name:
         return RedirectResponse(_links(request)("runs", run.id))
     going = run.state == "running"
     if _live(request) and not going:
         return Response(headers={"HX-Refresh": "true"})
-    earlier = site.store.runs(runs.SEARCHED, run.id, partial=False)
-    can = "cancel" if going else "retry" if site.queue.axes is not None else ""
-    values = runs.of_one(site.store, run, earlier, submissions.running(site.store, run.id), can)
+    can = "cancel" if going else "retry" if site.suites else ""
+    values = runs.of_one(site.store, run, submissions.running(site.store, run.id), can)
     return _shown(request, "run", **values | ({} if going else {"part": ""}))
 
 
 @router.get("/diff")
 def the_diff(request: Request, site: Current, old: str = "", new: str = "") -> Response:
-    """The comparison of two runs; of the last two by default."""
-    if bool(old) != bool(new):
-        raise HTTPException(422, "Two runs are compared, by their ids or labels: one is missing.")
-    two = (site.run(old), site.run(new)) if old else None
+    """The comparison of two runs: of the latest, if no new one is given, with the one before it, if no old one is given."""
+    run = site.run(new or "latest") if old or new else None
+    earlier = site.store.runs(runs.SEARCHED, run.id if run else "", partial=False)
+    two = (site.run(old), run) if old and run else runs.last_two(site.store, [run, *earlier] if run else earlier)
     listed = dict.fromkeys([*site.store.runs(_RUNS), *(two or ())])
-    two = two or runs.last_two(site.store, site.store.runs(runs.SEARCHED, partial=False))
     return _shown(request, "diff", **runs.changes(site.store, two), runs=[*listed])
 
 
@@ -236,7 +209,7 @@ def the_status(request: Request, site: Current) -> Response:
         going=going,
         waiting={one.run: one for one in submissions.waiting(site.store)},
         totals=site.store.totals(one.id for one in going),
-        leased=submissions.running(site.store),
+        active=submissions.running(site.store),
     )
 
 
@@ -255,11 +228,9 @@ def _kind(schema: Mapping[str, Any]) -> str:
 
 
 @router.get("/static/{name}")
-async def a_file(request: Request, name: str) -> Response:
-    """A static file; cached for a year if the address has its current version."""
+async def a_file(name: str) -> Response:
+    """A static file, which clients may keep: the addresses in pages change with its content."""
     if name not in static_files():
         raise HTTPException(404, "There is no such file.")
     body, kind = static_files()[name]
-    named = request.query_params.get("v") == _links(request).static(name).rpartition("=")[2]
-    kept = "public, max-age=31536000, immutable" if named else "no-cache"
-    return Response(body, media_type=kind, headers={"cache-control": kept})
+    return Response(body, media_type=kind, headers={"cache-control": "public, max-age=31536000, immutable"})

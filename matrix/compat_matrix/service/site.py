@@ -1,59 +1,65 @@
-"""The data that pages and the API share: the version of what they show, and its runs and cells by name."""
+"""What pages and the API share: the version of what they show, its runs and cells by name, and the runs that are submitted."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import re
 import secrets
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 from fastapi import Depends, Request
-from sqlalchemy import Select, func, select
+from sqlalchemy import func, select, update
 from starlette.exceptions import HTTPException
 
+from .. import jobs, runner
 from ..axes import Axes
 from ..cells import Cell, parse_own
 from ..errors import MatrixError
-from ..pages import ask, logs
+from ..fingerprint import of_axes
+from ..pages import ask
 from ..pages.render import project_name
-from ..store import Past, Run, Store
+from ..store import Past, Run, Store, inserts, submissions
 from ..store import queries as stored
 from ..store.models import CELL, DOCUMENT, PLANNED, RESULT, RUN, SUBMISSION
 from ..views import explain
 from ..views.common import one_line
-from .submission import Queue
+from .submission import Submission, Submitted, for_suite
 
 #: The number of recent results that are counted, to notice one that was committed after a later one.
 _RECENT = 1000
 
 
 class Site:
-    """The data of a service. The cells of its axes are shown also before they have run; what isn't there is a 404."""
+    """The store and the axes of a service. Thread-safe. What isn't there is a 404.
 
-    def __init__(self, store: Store, queue: Queue, axes: Axes | None) -> None:
-        self.store, self.queue, self.project = store, queue, project_name(axes)
+    Args:
+        axes: their cells are shown also before they have run; None to show only the store.
+        options: those of `serve`; None if pins aren't checked when a run is submitted.
+        runs: whether runs can be submitted.
+    """
+
+    def __init__(
+        self, store: Store, axes: Axes | None, options: argparse.Namespace | None = None, *, runs: bool = True
+    ) -> None:
+        self.store, self.project = store, project_name(axes)
         self.served: Mapping[Cell, str] = axes.all_cells if axes else {}
+        self._axes, self._options = axes if runs else None, options
         self._name = secrets.token_hex(4)
+
+    # What is shown.
 
     def tag(self) -> str:
         """A version of everything that is shown: differs after every change. Another service has another one."""
-        running = select(SUBMISSION.c.run_id, SUBMISSION.c.host, SUBMISSION.c.running, SUBMISSION.c.reason)
         with self.store.reading() as connection:
-            shown = (self._name, *connection.execute(_VERSION).one(), *connection.execute(running.order_by("run_id")))
+            shown = (self._name, *connection.execute(_VERSION).one(), *connection.execute(_RUNNING))
         return hashlib.sha256(repr(shown).encode()).hexdigest()[:24]
 
     def run(self, name: str) -> Run:
         """The run with this id, or else the one that `Store.resolve` finds."""
-        if found := self.store.runs(1, name=name):
-            return found[0]
-        try:
-            return self.store.run(self.store.resolve(name))
-        except MatrixError as error:
-            if error.__cause__ is not None:  # the database doesn't answer
-                raise
-        said = f"There is no run {one_line(name, 100)!r}: a run has an id, a label, or is latest or latest~1."
-        raise HTTPException(404, said)
+        found = self.store.runs(1, name=name)
+        return found[0] if found else self.store.run(self.store.resolve(name))
 
     def cell(self, name: str) -> Cell:
         """The cell of this name in the store or in the axes."""
@@ -71,32 +77,88 @@ class Site:
             raise HTTPException(404, f"There is no such result of {cell}.")
         return cell, past
 
-    def log(self, cell: Cell, past: Past) -> Iterator[bytes]:
-        """The log of a result as text, in pieces."""
-        packed = logs.packed_log(self.store, past.run.id, cell, past.summary.attempt)
-        if packed is None:
-            raise HTTPException(404, f"{cell} has no log in {past.run.id}.")
-        return logs.plain(packed)
-
     def own_axes(self) -> dict[str, str]:
         """The project's own axes, each with one of its values."""
         rows = self.store.rows(select(CELL.c.extra).distinct())
         planned = {axis: value for row in rows for axis, value in parse_own(row.extra)}
         return planned | ask.own_axes(self.served)
 
+    # What is run.
 
-def _version() -> Select[Any]:
-    """Rows are counted besides their newest ids: PostgreSQL may commit them in another order, and ids of deleted ones are used again."""
-    newest = select(func.max(RESULT.c.id)).scalar_subquery()
-    recent = select(func.count()).select_from(RESULT).where(RESULT.c.id > newest - _RECENT).scalar_subquery()
-    documents = select(func.max(DOCUMENT.c.id)).scalar_subquery()
-    latest = select(RUN.c.id).order_by(*stored.NEWEST_FIRST).limit(1).scalar_subquery()
-    planned = select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == latest).scalar_subquery()
-    runs = (func.count(), func.count(RUN.c.finished), func.max(RUN.c.name), func.max(RUN.c.finished))
-    return select(newest, recent, documents, planned, *runs).select_from(RUN)
+    @property
+    def suites(self) -> list[str]:
+        """The suites that can be run; none if nothing can."""
+        return sorted({tests.suite for tests in self._axes.tests}) if self._axes else []
+
+    def submit(self, wanted: Submission) -> Submitted:
+        """Create a run of cells of the axes, which waits for this service or another one on the same database.
+
+        Raises:
+            MatrixError: it selects no cells or unknown ones, a cell has no tests or no pins, or nothing is run here.
+        """
+        axes = self._runnable()
+        if wanted.all == bool(wanted.cells or wanted.only):
+            every = f'"all": true selects every one that {axes.path.name} has ({len(axes.cells):,})'
+            raise MatrixError(f'"only" and "cells" select cells, or else {every}')
+        cells = axes.select(wanted.only, wanted.cells)
+        excluded = {} if wanted.cells else axes.excluded(wanted.only)
+        self._check(axes, cells, wanted.suite)
+        options = argparse.Namespace(words=wanted.words, suite=wanted.suite, pytest=[])
+        waits = {"suite": wanted.suite, "fingerprint": of_axes(axes)}
+        more = {"excluded": excluded, "label": wanted.label, "submission": waits}
+        name = jobs.new_run(options, self.store, axes, cells, **more)
+        return Submitted(run=name, cells=len(cells), excluded=len(excluded))
+
+    def retry(self, run: str) -> Submitted:
+        """Run the failed and the unfinished cells of a run that has ended.
+
+        Raises:
+            StateError: it hasn't ended, all its cells passed, or it tested something else than this service would.
+            MatrixError: it doesn't exist, or a cell can't be run here.
+        """
+        axes, found = self._runnable(), self.store.run(run)
+        if found.revision != (here := jobs.revision(axes.folder)):
+            raise submissions.StateError(f"the run {run} tested {found.revision or 'no commit'}, and here is {here}")
+        if other := next((one for one in ("--pytest", "--latest") if one in found.command), None):
+            raise submissions.StateError(f"the run {run} was made with {other}: resume it with the command line")
+        again = runner.failed(self.store, run)
+        cells, _ = runner.left(self.store, run, axes, again)
+        if not cells:
+            raise submissions.StateError(f"the run {run} has no cell that failed or is unfinished")
+        self._check(axes, cells, found.suite)
+        tested = of_axes(axes)
+        with self.store.writing() as connection:
+            key = inserts.key(connection, run)
+            begin = update(RUN).where(RUN.c.id == key, RUN.c.state != "running").values(state="running", finished=None)
+            if not connection.execute(begin).rowcount:
+                raise submissions.StateError(f"the run {run} hasn't ended: cancel it first")
+            inserts.submit(connection, key, found.suite, tested, again)
+        return Submitted(run=run, cells=len(cells), excluded=0)
+
+    def _runnable(self) -> Axes:
+        if self._axes is None:
+            raise MatrixError("this service runs no cells: it was started with --no-run or without an axes file")
+        return self._axes
+
+    def _check(self, axes: Axes, cells: Sequence[Cell], suite: str) -> None:
+        """Check that each cell has its tests and its pins."""
+        if without := next((cell for cell in cells if axes.tests_of(cell, suite) is None), None):
+            raise MatrixError(f"{axes.path.name} has no tests for {without} in the suite {suite!r}")
+        if self._options is not None:
+            jobs.jobs_of(for_suite(self._options, suite), axes, cells, {})
 
 
-_VERSION = _version()
+_newest = select(func.max(RESULT.c.id)).scalar_subquery()
+_latest = select(RUN.c.id).order_by(*stored.NEWEST_FIRST).limit(1).scalar_subquery()
+#: Rows are counted besides their newest ids: PostgreSQL may commit them in another order, and ids of deleted ones are used again.
+_VERSION = select(
+    _newest,
+    select(func.count()).select_from(RESULT).where(RESULT.c.id > _newest - _RECENT).scalar_subquery(),
+    select(func.max(DOCUMENT.c.id)).scalar_subquery(),
+    select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == _latest).scalar_subquery(),
+    *(func.count(), func.count(RUN.c.finished), func.max(RUN.c.name), func.max(RUN.c.finished)),
+).select_from(RUN)
+_RUNNING = select(SUBMISSION.c.run_id, SUBMISSION.c.host, SUBMISSION.c.running, SUBMISSION.c.reason).order_by("run_id")
 
 
 def current(request: Request) -> Site:

@@ -1,27 +1,81 @@
-"""Tokens for writing. Only a token's digest is stored, so that reading the database doesn't reveal it."""
+"""The tokens of a service, and ``kernel-compat-matrix token``. Only digests are stored: reading the database reveals no token."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import os
 import re
 import secrets
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
 from sqlalchemy import Row, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
+from .. import arguments
 from ..errors import MatrixError
 from ..store import Store
 from ..store.models import TOKEN
 
-#: ``submit`` allows every request that writes, ``read`` none: with `Settings.read` any token allows reading.
-SCOPES = ("submit", "read")
-
 #: The precision of the time at which a token was last used.
 _USED = timedelta(minutes=1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb, own in {"add": "name --scope --days --file", "list": "", "revoke": "name"}.items():
+        arguments.add(verbs.add_parser(verb), f"{own} --store")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Add, list or revoke tokens; returns the exit code."""
+    with Store.open(options.store, create=options.verb == "add") as store:
+        if options.verb == "revoke":
+            revoke(store, options.name)
+            print(f"{options.name} is revoked")
+        elif options.verb == "list":
+            _list(store)
+        elif options.file is None:
+            print(add(store, options.name, options.scope, options.days), flush=True)
+            print("keep it: only its digest is stored", file=sys.stderr)
+        else:
+            _add_to_file(store, options)
+    return 0
+
+
+def _add_to_file(store: Store, options: argparse.Namespace) -> None:
+    """Write a new token into a new file. If the name is taken or the file can't be created, there is neither."""
+    try:
+        with open(options.file, "x", opener=partial(os.open, mode=0o600)) as file:
+            print(add(store, options.name, options.scope, options.days), file=file)
+    except OSError as error:
+        raise MatrixError(f"--file {options.file} can't be created: {error.strerror}") from None
+    except MatrixError:
+        options.file.unlink()
+        raise
+    print(f"{options.name}: {options.file}")
+
+
+def _list(store: Store) -> None:
+    now = datetime.now(timezone.utc)
+    table = Table("name", "scopes", "state", "made", "used", box=None, pad_edge=False, header_style="")
+    for one in every(store):
+        state = "valid"
+        if one.revoked:
+            state = f"revoked {one.revoked:%Y-%m-%d}"
+        elif one.expires:
+            state = f"{'valid until' if now < one.expires else 'expired'} {one.expires:%Y-%m-%d}"
+        used = f"{one.used:%Y-%m-%d %H:%M}" if one.used else "never"
+        table.add_row(one.name, one.scopes, state, f"{one.created:%Y-%m-%d}", used)
+    Console(soft_wrap=True).print(table)
 
 
 def add(store: Store, name: str, scopes: Iterable[str], days: float | None = None) -> str:

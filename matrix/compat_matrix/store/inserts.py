@@ -13,7 +13,7 @@ from sqlalchemy import Column, Connection, and_, delete, func, insert, select, u
 
 from .. import versions
 from ..cells import AXES, Cell
-from ..errors import MatrixError
+from ..errors import NotFoundError
 from ..results import ENDED, CellResult, Outcome, Run, options_of
 from .models import CELL, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, SUBMISSION, TEST, TEXT
 from .queries import NEWEST_FIRST, RUN_FIELDS, VERSION_FIELDS, chunks, exact_versions, first
@@ -32,10 +32,10 @@ def lock(connection: Connection) -> None:
 
 
 def key(connection: Connection, name: str) -> int:
-    """The primary key of the run with this name. A `MatrixError` if there is no such run."""
+    """The primary key of the run with this name. A `NotFoundError` if there is no such run."""
     found: int | None = connection.scalar(select(RUN.c.id).where(RUN.c.name == name))
     if found is None:
-        raise MatrixError(f"it has no run {name!r}")
+        raise NotFoundError(f"the store has no run {name!r}")
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, Select, and_, case, func, select, text, true, update
 
 from ..cells import Cell
-from ..errors import MatrixError
+from ..errors import MatrixError, NotFoundError
 from ..results import CellResult, Figure, Measured, Past, Run, State, Summary
 from ..words import plural
 from . import database, foreign, inserts, queries
@@ -140,7 +140,7 @@ class Store:
         latest only if there is no other.
 
         Raises:
-            MatrixError: there is no such run, or several match.
+            NotFoundError: there is no such run, or several match.
         """
         known = self.runs()
         if match := re.fullmatch(r"latest(?:~(\d{1,9}))?", text):
@@ -148,7 +148,7 @@ class Store:
             wholes = [*dict.fromkeys(one.whole for one in [one for one in known if not one.partial] or known)]
             if back < len(wholes):
                 return wholes[back]
-            raise MatrixError(f"there is no {text}: the store {self.name} has {plural(len(wholes), 'run')}")
+            raise NotFoundError(f"there is no {text}: the store {self.name} has {plural(len(wholes), 'run')}")
         named = [one for one in known if one.id == text] or [one for one in known if text and one.label == text][:1]
         found = named or [one for one in known if text and one.id.startswith(text)]
         wholes = [*dict.fromkeys(one.whole for one in found)]
@@ -156,8 +156,8 @@ class Store:
             return wholes[0]
         some = ", ".join([one.id for one in found or known][:5]) or "none"
         if found:
-            raise MatrixError(f"{len(wholes)} runs begin with {text!r}, such as {some}")
-        raise MatrixError(f"no run is called {text!r}; there are {some}{', and others' * (len(known) > 5)}")
+            raise NotFoundError(f"{len(wholes)} runs begin with {text!r}, such as {some}")
+        raise NotFoundError(f"no run is called {text!r}; there are {some}{', and others' * (len(known) > 5)}")
 
     def parts(self, run: str) -> list[Run]:
         """The parts of a run, in the order received; only the run itself if it has no others."""
