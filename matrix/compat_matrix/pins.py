@@ -179,7 +179,10 @@ def resolve_parts(axes: Axes, cells: Sequence[Cell], *, latest: bool = False) ->
             return Part(name, cell.python, problem=str(error))
 
     def base(cell: Cell) -> Part:
-        return plain[cell.base] if cell.base in plain else resolved("base", cell, plain[_plain(cell).base].versions)
+        below = plain[_plain(cell).base]
+        if below.name == cell.base or below.problem:
+            return replace(below, name=cell.base)
+        return resolved("base", cell, below.versions)
 
     def layer(cell: Cell) -> Part:
         bases = [one.versions for one in plain.values() if one.python == cell.python and not one.problem]
@@ -299,8 +302,7 @@ def of_cells(axes: Axes, cells: Sequence[Cell], folder: Path, latest: bool = Fal
             version = found[cell.layer].versions.get(name) or found[cell.base].versions.get(name)
             right = version and requirement.specifier.contains(version, prereleases=True)
             if not right and (requirement.marker is None or requirement.marker.evaluate(here)):
-                said = (
-                    f"the project requires {requirement}, and the pins of {cell} have {version or 'no release of it'}"
-                )
+                there = version or "no release of it"
+                said = f"the project requires {requirement}, and the pins of {cell} have {there}"
                 raise MatrixError(f"{said}: `kernel-compat-matrix pin` resolves them again")
     return found

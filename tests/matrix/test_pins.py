@@ -186,6 +186,21 @@ def test_what_can_not_be_resolved_has_the_resolvers_reason(axes: Axes) -> None:
     assert "unsatisfiable" in part.problem
 
 
+def test_flash_attention_without_a_solution_of_the_base_below_it_has_none(project: Small) -> None:
+    """Resolved by itself, it would have packages that the base without it can't have."""
+    project.axes(
+        torch=("2.11",),
+        axes='flash_attention = ["none", "fa4"]',
+        more='[[packages]]\nwhen = "fa==fa4"\nrequires = ["flash-attn-4>=4.0.0b1"]\n'
+        '[[packages]]\nwhen = "fa==none"\nrequires = ["numpy<2", "torch==2.11.1"]\n',
+    )
+    axes = load(project.folder / "matrix" / "axes.toml")
+    found = pins.resolve_parts(axes, axes.select("transformers==5.0"))
+    below, with_kernel = found[f"{TAG}-torch2.11"], found[f"{TAG}-torch2.11-fa4"]
+    assert "2.11.1 depends on numpy>=2" in below.problem
+    assert (with_kernel.pins, with_kernel.problem) == ((), below.problem)
+
+
 def test_the_command_pins_what_can_be_pinned(project: Small) -> None:
     for path in (project.folder / "matrix" / "pins").iterdir():
         path.unlink()
