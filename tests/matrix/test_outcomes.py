@@ -16,6 +16,7 @@ import pytest
 from forked import Forked
 
 from compat_matrix.axes import Known
+from compat_matrix.cell import kernel_compat_cell
 from compat_matrix.outcomes import distance_in, distinct, judge, read_report_log, retried, tied
 from compat_matrix.processes import INSIDE
 from compat_matrix.results import Figure, Kind, Test, Verdict
@@ -286,6 +287,27 @@ def test_what_does_not_fit_together_is_the_cause_of_what_can_not_be_imported(
     environment = {"conflicts": ["transformers requires tokenizers<=0.23.0"]}
     assert judge([Test("test_it.py::test_it", "failed", 0.1, message)], [], environment, "", 1, 1) == verdict
     assert judge([Test("test_it.py::test_it", "passed", 0.1)], [], environment, "", 0, 1) == ("passed", None, "")
+
+
+def test_a_cell_that_is_killed_leaves_no_half_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "environment.json"
+    monkeypatch.setenv("COMPAT_MATRIX_ENVIRONMENT", str(target))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setattr(kernel_compat_cell, "shims", dict)
+    kernel_compat_cell.pytest_sessionfinish()
+    assert "pytest" in json.loads(target.read_text())["packages"]
+    target.unlink()
+
+    def killed(path: Path, text: str, **how: str) -> int:
+        path.write_bytes(text.encode()[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        kernel_compat_cell.pytest_sessionfinish()
+    assert not target.exists()
 
 
 def test_a_time_out_names_the_test_it_was_in() -> None:

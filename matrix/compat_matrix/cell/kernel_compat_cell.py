@@ -43,7 +43,9 @@ def pytest_sessionfinish() -> None:
         **shims(),  # imports torch, which otherwise only pytest's workers have imported
         **device(),
     }
-    Path(target).write_text(json.dumps(found, default=str), encoding="utf-8")
+    scratch = Path(f"{target}.part")
+    scratch.write_text(json.dumps(found, default=str), encoding="utf-8")
+    scratch.replace(target)
 
 
 @pytest.fixture
