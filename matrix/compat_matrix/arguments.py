@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,12 +14,13 @@ T = TypeVar("T")
 
 
 def _of_form(pattern: str, convert: Callable[[str], T], form: str) -> Callable[[str], T]:
-    """A conversion of texts that match a pattern; for others the error names the form."""
+    """A conversion of texts that match a pattern and can be converted; for others the error names the form."""
 
     def converted(text: str) -> T:
-        if re.fullmatch(pattern, text) is None:
-            raise argparse.ArgumentTypeError(f"{form}, not {text!r}")
-        return convert(text)
+        with suppress(ValueError):
+            if re.fullmatch(pattern, text):
+                return convert(text)
+        raise argparse.ArgumentTypeError(f"{form}, not {text!r}")
 
     return converted
 
@@ -26,7 +28,8 @@ def _of_form(pattern: str, convert: Callable[[str], T], form: str) -> Callable[[
 positive = _of_form("[1-9][0-9]{0,8}", int, "a number from 1 on")
 days = _of_form("[1-9][0-9]{0,4}d", lambda text: int(text[:-1]), "a number of days such as 90d")
 #: Smaller parts would be thousands.
-mebibytes = _of_form("[1-9][0-9]{0,8}MiB", lambda text: int(text[:-3]), "a size such as 64MiB, from 1MiB on")
+mebibytes = _of_form("[1-9][0-9]{0,8}MiB", lambda text: int(text[:-3]), "whole MiB such as 64MiB")
+words = _of_form("(?s).*", shlex.split, "arguments as in a shell")
 address = _of_form(r"https?://[^/:\s].*", str, "an address such as https://example.org/hook")
 
 
@@ -61,10 +64,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--cache": option("the folder of the environments", "DIR", type=Path),
     "--without-torch": flag("leave out torch, for machines that have their own: `run --base-python`"),
     "--with-runner": flag("include this command itself"),
-    "--parts": option("write it also as files of at most this size into DIR.parts", "SIZE", type=mebibytes),
+    "--parts": option("write it also into DIR.parts, as files of at most SIZE, such as 64MiB", "SIZE", type=mebibytes),
     # How they run.
     "--suite": option("the suite to run (default: default)", default="default"),
-    "--pytest": option("further arguments for pytest, as one string", "ARGUMENTS", type=shlex.split, default=""),
+    "--pytest": option("further arguments for pytest, as one string", "ARGUMENTS", type=words, default=""),
     "-j/--jobs": option("cells to run at a time (default: the number of cores)", type=positive),
     "--no-fork": flag("start a new process for every cell, which imports torch itself"),
     "--executor": option("ray: on the Ray cluster at $RAY_ADDRESS", choices=["local", "ray"], default="local"),

@@ -477,6 +477,21 @@ def test_a_machine_without_the_gpu_hides_no_failure(small: Small) -> None:
     assert (found.verdict, found.attempt) == ("failed", 1)
 
 
+def test_a_cell_inherits_the_settings_of_its_machine(small: Small) -> None:
+    small.write("test_it.py", "import json, os\ndef test(): json.dump({**os.environ}, open('seen.json', 'w'))")
+    small.axes(("5.0",))
+    names = ["HTTPS_PROXY", "NO_PROXY", "HF_HOME", "HF_TOKEN", "TORCH_HOME", "TRITON_CACHE_DIR", "FLASH_ATTENTION_X"]
+    given = dict.fromkeys(names, "given")
+    own = ["VIRTUAL_ENV", "KERNEL_COMPAT_MATRIX_STORE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTEST_XDIST_WORKER"]
+    done = small.run("run", "--all", "--store", "matrix.sqlite", **given, **dict.fromkeys(own, "results.sqlite"))
+    assert done.returncode == 0, done
+    seen = json.loads((small.folder / "seen.json").read_text())
+    assert given.items() <= seen.items()
+    assert not seen.keys() & {*own}
+    assert Path(seen["TMPDIR"]).name.startswith("kernel-compat-matrix-")
+    assert seen["CUDA_VISIBLE_DEVICES"] == ""
+
+
 def test_environments_that_can_not_be_kept_end_a_run(small: Small) -> None:
     small.write("test_it.py", "def test_a(): pass")
     small.write("cache/base", "a file")
