@@ -138,11 +138,9 @@ def fetch(
 
     Fetched files stay after an error, for the next attempt. The manifest is written last.
     """
-    parts: dict[str, Part] = {}
-    for name, found in of_cells(axes, cells, axes.pins, latest).items():
-        if found.problem:
-            raise MatrixError(f"{name} has no solution: {found.problem}")
-        parts[name] = found
+    parts = of_cells(axes, cells, axes.pins, latest)
+    if unsolved := next((part for part in parts.values() if part.problem), None):
+        raise MatrixError(f"{unsolved.name} has no solution: {unsolved.problem}")
     needless = torch_alone(axes, cells, parts)
     left_out = needless if without_torch else {}
     wanted = [part.without(left_out.get(name, ())) for name, part in parts.items()]
