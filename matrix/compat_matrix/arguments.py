@@ -27,7 +27,6 @@ def _of_form(pattern: str, convert: Callable[[str], T], form: str) -> Callable[[
 
 positive = _of_form("[1-9][0-9]{0,8}", int, "a number from 1 on")
 days = _of_form("[1-9][0-9]{0,4}d", lambda text: int(text[:-1]), "a number of days such as 90d")
-#: Smaller parts would be thousands.
 mebibytes = _of_form("[1-9][0-9]{0,8}MiB", lambda text: int(text[:-3]), "whole MiB such as 64MiB")
 words = _of_form("(?s).*", shlex.split, "arguments as in a shell")
 address = _of_form(r"https?://[^/:\s].*", str, "an address such as https://example.org/hook")
