@@ -26,15 +26,14 @@ ROOT = Path(__file__).parent.parent
 #: The state of a combination, of the states of its cells, one for each Python: the first of these that one of them has.
 STATES = {
     "failed": "fails",
-    "known": "known failures",
+    "known": "known issue",
     "flaky": "flaky",
     "passed": "works",
     "not run": "not run",
     "excluded": "can't exist",
 }
-#: What the title of a panel counts.
-COUNTED = {**STATES, "failed": "fail", "passed": "work"}
-del COUNTED["excluded"]
+#: The words after a number of combinations or cells.
+COUNTED = {"failed": "fail", "known": "known", "flaky": "flaky", "passed": "work", "not run": "not run"}
 LEGEND = ("passed", "flaky", "known", "failed", "not run", "excluded")
 #: States in the legend only if a combination has them.
 RARE = ("known", "flaky")
@@ -95,8 +94,10 @@ def sentence(store: Store, current: Mapping[Cell, Past]) -> str:
     times = sorted(past.summary.started for past in ran.values() if past.summary.started)
     months = [f"{time:%B %Y}" for time in (times[0], times[-1])]
     when = f"in {months[0]}" if months[0] == months[1] else f"from {months[0]} to {months[1]}"
-    bad = sum(past.summary.verdict == "failed" for past in ran.values())
-    worked = f"{len(ran) - bad} work, {bad} fail" if bad else "all work"
+    ended = Counter(past.summary.verdict for past in ran.values())
+    words = {**COUNTED, "known": "with known issues"}
+    worked = ", ".join(f"{ended[verdict]} {words[verdict]}" for verdict in ENDED if ended[verdict])
+    worked = "all work" if {*ended} == {"passed"} else worked
     return f"{' and '.join(counted)}, {when}; {worked}"
 
 
@@ -119,9 +120,9 @@ def verdicts(axes: Axes, current: Mapping[Cell, Past]) -> dict[common.Kind, Verd
 # Units of the pictures are pixels of a phone: 360 wide. Their colours are those of GitHub's pages, light and dark. A renderer of SVG
 # needs to know no more than rules for classes, and the media query.
 LIGHT = {"page": "#fff", "text": "#1f2328", "faint": "#59636e", "line": "#d1d9e0"}
-LIGHT |= {"failed": "#cf222e", "known": "#bf8700", "flaky": "#bf8700", "passed": "#1a7f37"}
+LIGHT |= {"failed": "#cf222e", "known": "#bf8700", "flaky": "#1a7f37", "passed": "#1a7f37"}
 DARK = {"page": "#0d1117", "text": "#f0f6fc", "faint": "#9198a1", "line": "#3d444d"}
-DARK |= {"failed": "#f85149", "known": "#d29922", "flaky": "#d29922", "passed": "#2ea043"}
+DARK |= {"failed": "#f85149", "known": "#d29922", "flaky": "#2ea043", "passed": "#2ea043"}
 #: Of lines, by kernel: colours that people with any colour vision can tell apart (Okabe and Ito), on white and on black.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 
@@ -207,12 +208,12 @@ def grid(axes: Axes, current: Mapping[Cell, Past]) -> str:
         top += len(torches) * row + 4
     parts += scale(top + 8)
     top += 18
-    place = float(left)
+    place = 6.0
     occurring = {state for own in found.values() for state in own.values()}
     for state in LEGEND:
         if state in occurring or state not in RARE:
             parts += [*mark(state, [(place, top)], 10, 6.5), text_at(place + 14, top + 6.5, STATES[state])]
-            place += 24 + 5 * len(STATES[state])
+            place += 22 + 4.8 * len(STATES[state])
     return svg(360, top + 14, 1.5, "What works: transformers and torch by kernel", parts)
 
 

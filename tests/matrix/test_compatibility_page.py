@@ -120,6 +120,18 @@ def test_a_store(root: Path, store: Store, write: Write) -> None:
     assert not (root / "docs" / "torch_figures.svg").exists()
 
 
+def test_known_failures_and_flaky_tests_are_shown(root: Path, store: Store, write: Write) -> None:
+    first, second, third = cells(torch=["2.10"])
+    stored(store, [replace(passed(first), verdict="flaky"), replace(passed(second), verdict="known"), passed(third)])
+    write()
+    assert ">3 cells on CPUs, in November 2026; 1 work, 1 flaky, 1 with known issues<" in (
+        root / "README.md"
+    ).read_text("utf-8")
+    assert panels(root)["no FlashAttention, CPU: 1 known, 1 flaky, 1 work, 6 not run"]["known"] == 1
+    picture = (root / "docs" / "compatibility.svg").read_text(encoding="utf-8")
+    assert {"known issue", "flaky"} <= {*re.findall(r">([^<>]+)</text>", picture)}
+
+
 def test_figures(root: Path, store: Store, write: Write) -> None:
     def step(value: float, kernel: str = "flash_attention_4") -> Figure:
         return Figure(f"step time, {kernel}", value, "ms")
