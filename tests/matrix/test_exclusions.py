@@ -24,10 +24,10 @@ from packaging.specifiers import SpecifierSet
 from remotezip import RemoteZip  # type: ignore[import-untyped]
 
 from compat_matrix import axes
-from kernel_compat_atlas import index, releases
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from kernel_compat.diagnostics.installs import shared_object
+from kernel_compat_atlas import index, releases
 
 OWN = axes.load(axes.OWN)
 
