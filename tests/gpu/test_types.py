@@ -43,7 +43,8 @@ def models(request: pytest.FixtureRequest, name: str) -> tuple[Any, Any, Any]:
     for level in LEVELS:
         try:
             # In the loop, as some configurations of transformers 5.4 don't pass the checks of a newer huggingface-hub.
-            model_class, config = classes_of(model_type)[0], CONFIG_MAPPING[model_type]()
+            model_class, config_class = classes_of(model_type)[0], CONFIG_MAPPING[model_type]
+            config = config_class(**recipes.constructor(model_type, config_class))
             config = shrink(config, recipes.overrides(model_type), level=level)
             truth = build(model_class, config, "eager").cuda()
             truth(input_ids=torch.arange(3, 9, device="cuda")[None], use_cache=False)

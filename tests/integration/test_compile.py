@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from tiny import NAME, VOCAB, distance, load, saved
+from torch import Tensor
+
+import kernel_compat
+from kernel_compat.kernels import reference
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
@@ -47,6 +52,69 @@ def test_fullgraph(models: Path, name: str, batch: str) -> None:
     expected[real].square().sum().backward()
     for ours_, eager_ in zip(ours.parameters(), eager.parameters(), strict=True):
         assert (ours_.grad - eager_.grad).norm() <= 1e-4 * eager_.grad.norm()
+
+
+class _Varlen(torch.autograd.Function):
+    """The reference kernel as an autograd.Function of the offsets, as in FlashAttention-2."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, offsets_q, offsets_k)
+        ctx.scale = scale
+        lengths = (offsets_q, offsets_k, q.shape[0], k.shape[0])
+        return reference.flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None, None, None, None, None
+
+
+class AutogradFunction:
+    """A user's kernel."""
+
+    __name__ = "autograd_function"
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        output: Tensor = _Varlen.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, scale)
+        return output
+
+
+@pytest.mark.skipif(Version(torch.__version__).release < (2, 13), reason="from torch 2.13 on")
+def test_upstream_traces_no_function_of_one_tensor_twice() -> None:
+    q, offsets = torch.randn(12, 2, 16), torch.tensor([0, 7, 12], dtype=torch.int32)
+    attend = torch.compile(AutogradFunction.flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="duplicate tensor"):
+        attend(q.requires_grad_(), q + 1, q + 2, offsets, offsets, 7, 7)
+
+
+def test_a_kernel_that_is_an_autograd_function(models: Path) -> None:
+    """Queries and keys have the same offsets, and torch.compile takes no tensor twice there."""
+    kernel_compat.register_attention("function_flash", kernel=AutogradFunction())
+    try:
+        eager, ours = (load(saved(models, "llama_gqa"), name) for name in ("eager", "function_flash"))
+        ids = torch.randint(3, VOCAB, (1, 12))
+        offsets = torch.tensor([0, 7, 12], dtype=torch.int32)
+        lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 7, "max_length_k": 7}
+        positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+        found = compiled(ours)(input_ids=ids, position_ids=positions, use_cache=False, **lengths).logits
+        expected = torch.cat([eager(input_ids=part, use_cache=False).logits for part in ids.split((7, 5), 1)], 1)
+        assert distance(found, expected) < 1e-5
+    finally:
+        kernel_compat.unregister_attention("function_flash")
 
 
 def test_packed_position_ids_are_refused_where_they_cannot_be_told(models: Path) -> None:

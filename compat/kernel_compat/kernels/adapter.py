@@ -136,6 +136,9 @@ class _Adapter:
         self._sinks_from_lse = features.sinks_from == "log-sum-exp"
         self._is_compiling = torch.compiler.is_compiling
         self._operator_if_compiling = primitives is not None and not provider.traced
+        # From 2.13 on, torch.compile breaks the graph where an autograd.Function, such as FlashAttention-2's, takes one tensor
+        # twice. torch's own function is none, and tells by the identity of the offsets that queries and keys have the same.
+        self._offsets_twice = provider.distribution != "torch"
         if primitives is not None:
             from .sinks import register
 
@@ -196,6 +199,8 @@ class _Adapter:
         same = max_seqlen_k is max_seqlen_q
         max_q = max_seqlen_q if isinstance(max_seqlen_q, int) else int(max_seqlen_q)
         max_k = max_q if same else max_seqlen_k if isinstance(max_seqlen_k, int) else int(max_seqlen_k)
+        if cu_seqlens_k is cu_seqlens_q and self._offsets_twice and self._is_compiling():
+            cu_seqlens_k = cu_seqlens_k.view(-1)
         lengths = {
             "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_k": cu_seqlens_k,

@@ -27,7 +27,8 @@ class TensorMemo:
 
     Layers often get a view each of one mask, so a view is keyed by its base and geometry. Modifications are detected by the
     version counter, which doesn't count writes through ``.data`` or a shared numpy array. Inference tensors have no version
-    counter, and under torch.compile there is nothing to keep: values are computed each time there.
+    counter, and under torch.compile there is nothing to keep: values are computed each time there. So they are while a CUDA
+    graph is captured: it is replayed for other values of the same tensor, for which a value from the warm-up before is wrong.
     """
 
     #: How many values are kept for one tensor; the oldest goes first.
@@ -40,7 +41,7 @@ class TensorMemo:
 
     def __call__(self, tensor: Tensor, purpose: tuple[Any, ...], compute: Callable[[], T]) -> T:
         """The value of ``compute()`` for this tensor and purpose."""
-        if torch.compiler.is_compiling() or tensor.is_inference():
+        if fixed_shapes(tensor) or tensor.is_inference():
             return compute()
         base = tensor if tensor._base is None else tensor._base
         geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -68,7 +69,7 @@ def memoised_of_all(tensors: tuple[Tensor, ...], purpose: tuple[Any, ...], compu
 
     In its key, each of the others is represented by an object that is memoised with it.
     """
-    if torch.compiler.is_compiling():  # it can't trace an object
-        return compute()
     *others, last = tensors
+    if fixed_shapes(last):  # an object can't be traced
+        return compute()
     return memoised(last, (*purpose, *(memoised(other, ("itself",), object) for other in others)), compute)

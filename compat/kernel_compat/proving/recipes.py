@@ -117,6 +117,7 @@ _OVERRIDES: _Recipes = {
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 64}},
     "diffusion_gemma": {"text_config": {"top_k_experts": 4}},
     "falcon_h1": {"mamba_d_head": 16},
+    "mamba2": {"num_heads": 8},
     "jetmoe": {"num_key_value_heads": 1},
     "gemma3n": lambda: {
         "text_config": {"num_kv_shared_layers": 0},
