@@ -43,8 +43,8 @@ class Links:
 
     def __call__(self, /, *path: str, **query: object) -> str:
         """The address of a page by the parts of its path and its query without empty values; empty if a report lacks it."""
-        given = urlencode({name: value for name, value in query.items() if value})
-        address = "/" + "/".join(quote(part, safe="") for part in path) + (f"?{given}" if given else "")
+        given = {name: value for name, value in query.items() if value}
+        address = "/" + "/".join(map(_quoted, path)) + (f"?{urlencode(given)}" if given else "")
         if self.live:
             return self.root + address
         return self.root + self._report[address] if address in self._report else ""
@@ -54,6 +54,11 @@ class Links:
         if not self.live:
             return self.root + name
         return f"{self.root}/static/{name}?v={sha256(static_files()[name][0]).hexdigest()[:12]}"
+
+
+@lru_cache(10_000)  # a grid has a link for each cell
+def _quoted(part: str) -> str:
+    return quote(part, safe="")
 
 
 def file_name(begin: str, name: str) -> str:

@@ -47,7 +47,10 @@ def broke(store: Store) -> list[tuple[Past, str]]:
 
 _newest = select(func.max(RESULT.c.id)).scalar_subquery()
 _last = func.max(RESULT.c.attempt).over(partition_by=(RESULT.c.run_id, RESULT.c.cell_id)).label("last")
-_some = select(RESULT, _last).where(RESULT.c.id > _newest - _RESULTS, stored.HAS_ENDED).subquery()
+_window = (RESULT.c.id > _newest - _RESULTS, stored.HAS_ENDED)
+_failing = select(RESULT.c.cell_id).where(*_window, RESULT.c.verdict == "failed")
+_fields = (RESULT.c.id, RESULT.c.run_id, RESULT.c.cell_id, RESULT.c.attempt, RESULT.c.verdict)
+_some = select(*_fields, _last).where(*_window, RESULT.c.cell_id.in_(_failing)).subquery()
 _over: dict[str, Any] = {"partition_by": _some.c.cell_id, "order_by": RUN.c.id}
 _before = (
     func.lag(_some.c.verdict).over(**_over).label("before"),

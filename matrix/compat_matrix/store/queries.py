@@ -59,15 +59,16 @@ _COUNTS_FIRST = (_RANK, RESULT.c.id.desc())
 COUNTS_LAST = (_RANK.desc(), RESULT.c.id)
 
 # Making an alias takes as long as a small query.
-_named, _later = RUN.alias(), RESULT.alias()
+_named, _part, _later = RUN.alias(), RUN.alias(), RESULT.alias()
 _same = and_(_later.c.run_id == RESULT.c.run_id, _later.c.cell_id == RESULT.c.cell_id)
 #: The condition that a result is of the last attempt at its cell in its run.
 IS_LAST = ~select(_later.c.id).where(_same, _later.c.attempt > RESULT.c.attempt).correlate(RESULT).exists()
 
 
-def of_run(*names: str) -> ColumnElement[bool]:
-    """The condition that a run is a part of the same run as one of these."""
-    return RUN.c.whole.in_(select(_named.c.whole).where(_named.c.name.in_(names)))
+def of_run(*names: str, run: ColumnElement[int] = RUN.c.id) -> ColumnElement[bool]:
+    """The condition that the run with the key `run` is a part of the same run as one of these."""
+    same = select(_part.c.id).join(_named, _named.c.whole == _part.c.whole)
+    return run.in_(same.where(_named.c.name.in_(names)))
 
 
 @lru_cache(16)  # making a statement takes as long as executing it
@@ -89,13 +90,14 @@ def first(*more: Any, where: ColumnElement[bool]) -> Select[Any]:
     return select(rows).where(rows.c.number == 1)
 
 
-#: As `summary`, for the newest result of each cell in whole runs, with its exact versions and its run.
+#: As `summary`, for the newest result of each cell in whole runs, with its exact versions and its run. Every cell there is planned:
+#: with an inner join SQLite would read all planned cells.
 CURRENT = (
     select(*CELL_FIELDS, *_SUMMARY_FIELDS, NEWEST.c.versions, *RUN_FIELDS)
     .select_from(NEWEST)
     .join(RUN, RUN.c.id == NEWEST.c.run_id)
     .join(CELL, CELL.c.id == NEWEST.c.cell_id)
-    .join(PLANNED, and_(PLANNED.c.run_id == NEWEST.c.run_id, PLANNED.c.cell_id == NEWEST.c.cell_id))
+    .outerjoin(PLANNED, and_(PLANNED.c.run_id == NEWEST.c.run_id, PLANNED.c.cell_id == NEWEST.c.cell_id))
     .outerjoin(RESULT, RESULT.c.id == NEWEST.c.result_id)
 )
 
@@ -165,7 +167,9 @@ def with_versions(connection: Connection, query: Select[Any]) -> list[Past]:
 
 def result_key(run_name: str, wanted: Cell, attempt: int | None = None) -> ScalarSelect[int]:
     """The key of the result of a cell in a run that counts, or of an attempt: that in the part `run_name` before other parts'."""
-    query = select(RESULT.c.id).select_from(RESULTS).where(of_run(run_name), CELL.c.name == wanted.name)
+    cell = select(CELL.c.id).where(CELL.c.name == wanted.name).scalar_subquery()
+    query = select(RESULT.c.id).join(RUN, RUN.c.id == RESULT.c.run_id).where(RESULT.c.cell_id == cell)
+    query = query.where(of_run(run_name, run=RESULT.c.run_id))
     query = query.where(IS_LAST if attempt is None else RESULT.c.attempt == attempt)
     own_first = () if attempt is None else (case((RUN.c.name == run_name, 0), else_=1),)
     return query.order_by(*own_first, *_COUNTS_FIRST).limit(1).scalar_subquery()

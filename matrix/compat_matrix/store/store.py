@@ -358,7 +358,7 @@ class Store:
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A connection whose errors are raised as `MatrixError`."""
-        with database.explained(self.name), self.engine.connect() as connection:
+        with database.explained(self.name), database.reading(self.engine).connect() as connection:
             yield connection
 
     @contextmanager

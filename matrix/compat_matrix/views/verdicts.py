@@ -199,8 +199,8 @@ def judge(store: Store, asked: Mapping[str, str], newest: Iterable[Past] | None 
     Args:
         newest: the newest result of every cell, if the caller has it.
     """
-    known = [Tested.newest(one) for one in (store.newest() if newest is None else newest)]
-    alike = [one for one in known if _alike(one.cell.axes, asked)]
+    known = [*(store.newest() if newest is None else newest)]
+    alike = [Tested.newest(one) for one in known if _alike(one.cell.axes, asked)]
     ended = [one for one in alike if one.ended]
     fit = [one for one in ended if _fits(one, asked)]
     if ended and not fit:  # a result from before a newer patch came out also counts
@@ -213,7 +213,7 @@ def judge(store: Store, asked: Mapping[str, str], newest: Iterable[Past] | None 
     verdict: Verdict = "refused" if refused else found[0].verdict if found else "unknown"
     open_ones = (one.reason for one in alike if one.verdict == "unknown")
     reason = "; ".join(refusals) if refused else found[0].reason if found else next(open_ones, "it was not tested")
-    near = [] if fit and verdict in FINE else sorted((one for one in known if one.ended), key=distance)
+    near = [] if fit and verdict in FINE else sorted((one for one in map(Tested.newest, known) if one.ended), key=distance)
     examples = {one.reason: one.cell for one in reversed(alike) if one.verdict == "refused"}
     excluded = [Refusal(reason=why, cells=count, cell=examples[why]) for why, count in refusals.items()]
     return Judged(asked, bool(fit) or refused, verdict, reason, found, near, excluded)
