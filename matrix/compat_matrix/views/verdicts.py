@@ -213,7 +213,9 @@ def judge(store: Store, asked: Mapping[str, str], newest: Iterable[Past] | None 
     verdict: Verdict = "refused" if refused else found[0].verdict if found else "unknown"
     open_ones = (one.reason for one in alike if one.verdict == "unknown")
     reason = "; ".join(refusals) if refused else found[0].reason if found else next(open_ones, "it was not tested")
-    near = [] if fit and verdict in FINE else sorted((one for one in map(Tested.newest, known) if one.ended), key=distance)
+    near = (
+        [] if fit and verdict in FINE else sorted((one for one in map(Tested.newest, known) if one.ended), key=distance)
+    )
     examples = {one.reason: one.cell for one in reversed(alike) if one.verdict == "refused"}
     excluded = [Refusal(reason=why, cells=count, cell=examples[why]) for why, count in refusals.items()]
     return Judged(asked, bool(fit) or refused, verdict, reason, found, near, excluded)
