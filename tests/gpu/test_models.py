@@ -442,6 +442,7 @@ def test_late_offsets(
             return completed(self, *args, **kwargs)
 
         model = load(saved(models, "llama_gqa"), "offsets_flash").to("cuda", torch.bfloat16)
+        expected = one_by_one(model)  # first: up to 5.4 the model keeps the paged name after `generate_batch`
         with monkeypatch.context() as patch:
             patch.setattr(inputs, "get_model_kwargs", late)
             settings = {"use_async_batching": asynchronous, "use_cuda_graph": True, "max_blocks_per_request": 0}
@@ -453,7 +454,7 @@ def test_late_offsets(
                 pytest.skip("this release completes them on the host, or they were in time")
             return
         assert not falls
-        assert found == one_by_one(model)
+        assert found == expected
 
 
 @pytest.mark.skipif(TRANSFORMERS.release < (5, 4), reason="use_async_batching is an option from transformers 5.4 on")
