@@ -9,20 +9,20 @@ from sqlalchemy import LargeBinary, select, type_coerce
 
 from ..cells import Cell
 from ..store import Store, queries
-from ..store.models import LOG, pieces
+from ..store.models import LOG, RESULT, pieces
 from ..words import clean
 
 #: The number of bytes at the end of a log that a page shows.
 TAIL = 100_000
 
 _PIECE = 64 * 2**10
+_PACKED = select(type_coerce(LOG.c.content, LargeBinary)).join(RESULT, RESULT.c.id == LOG.c.result_id)
 
 
 def packed_log(store: Store, run: str, cell: Cell, attempt: int | None) -> bytes | None:
     """A log as it is stored; None if there is none."""
-    query = select(type_coerce(LOG.c.content, LargeBinary))
-    query = query.where(LOG.c.result_id == queries.result_key(run, cell, attempt))
-    return next((row.content for row in store.rows(query)), None)
+    query = queries.of_result(_PACKED, attempt is not None)
+    return next((row.content for row in store.rows(query, **queries.named(run, cell, attempt))), None)
 
 
 def end(packed: bytes) -> tuple[str, int, int]:

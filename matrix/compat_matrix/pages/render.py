@@ -14,7 +14,7 @@ from urllib.parse import quote, urlencode
 
 import tomli
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from ..axes import Axes
 from ..cells import Cell
@@ -22,7 +22,7 @@ from ..store import Past
 from ..views import common
 from ..words import clean, plural
 from . import ask
-from .grid import entry
+from .grid import Entry, entry
 
 #: The name in the header for a project that has none.
 NAME = "kernel-compat-matrix"
@@ -109,12 +109,34 @@ def environment() -> Environment:
     made.globals |= {"one_line": common.one_line, "kernel_name": common.kernel_name, "KERNELS": common.KERNELS}
     made.globals |= {"SIGNS": ask.STATES, "FIELDS": ask.FIELDS}
     made.globals |= {"HEADLINES": ask.HEADLINES, "CLOSENESS": ask.CLOSENESS}
-    made.globals |= {"label_of": _label, "entry_of": lambda *past: entry(Past(*past))}
+    made.globals |= {"grid_cell": _grid_cell, "entry_of": lambda *past: entry(Past(*past))}
     return made
 
 
+def _grid_cell(address: str, cell: Cell, entry: Entry) -> Markup:
+    """A cell of the grid: a link to its page, with the axes that the title of the grid hasn't in its label.
+
+    A page has hundreds: as a macro they took two thirds of its time.
+    """
+    began = entry.past.summary.started if entry.past else None
+    day = f" {began:%Y-%m-%d}" if began else ""
+    also = entry.running and entry.state != "running"
+    look = entry.state.replace(" ", "-") + {"excluded": " never", "never": " quiet"}.get(entry.word, "")
+    hint = escape(common.one_line(entry.reason, 200) if entry.reason else common.moment(began))
+    word = escape(clean(entry.word))
+    tag, about = "span", ""
+    if address:
+        tag = "a"
+        label = f"{word}{day}{', running' if also else ''}: {_label(cell)}"
+        about = f' href="{escape(address)}" aria-label="{label}"'
+    running = f' <b class="running">{ask.STATES["running"]}</b>' if also else ""
+    small = f"<small>{day}</small>" if day else ""
+    sign = f'<i aria-hidden="true">{ask.STATES[entry.state]}</i>'
+    return Markup(f'<{tag} class="c {look}"{about} title="{hint}">{sign} {word}{running}{small}</{tag}>')
+
+
 @lru_cache(10_000)
-def _label(cell: Cell) -> str:
+def _label(cell: Cell) -> Markup:
     """The axes of a cell that the title of its grid hasn't."""
     shared = ("python", "flash_attention", "device")
-    return ", ".join(f"{axis} {value}" for axis, value in cell.axes.items() if axis not in shared)
+    return escape(clean(", ".join(f"{axis} {value}" for axis, value in cell.axes.items() if axis not in shared)))

@@ -34,7 +34,7 @@ def last_two(store: Store, runs: Sequence[Run]) -> tuple[Run, Run] | None:
     for one in runs[:SEARCHED]:
         if new and (one.whole == new.whole or one.suite != new.suite):
             continue
-        ran = {cell for cell, summary in store.summary(one.id).items() if summary.verdict}
+        ran = {cell for cell, summary in store.summary(one.id, brief=True).items() if summary.verdict}
         if new and ran & cells:
             return one, new
         if not new and ran:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from fastapi import Depends, Request
-from sqlalchemy import func, select, update
+from sqlalchemy import bindparam, func, select, update
 from starlette.exceptions import HTTPException
 
 from .. import jobs, runner
@@ -63,7 +63,7 @@ class Site:
 
     def cell(self, name: str) -> Cell:
         """The cell of this name in the store or in the axes."""
-        for row in self.store.rows(select(*stored.CELL_FIELDS).where(CELL.c.name == name)):
+        for row in self.store.rows(_CELL, cell=name):
             return stored.cell_of(row)
         if found := next((one for one in self.served if one.name == name), None):
             return found
@@ -79,7 +79,7 @@ class Site:
 
     def own_axes(self) -> dict[str, str]:
         """The project's own axes, each with one of its values."""
-        rows = self.store.rows(select(CELL.c.extra).distinct())
+        rows = self.store.rows(_OWN)
         planned = {axis: value for row in rows for axis, value in parse_own(row.extra)}
         return planned | ask.own_axes(self.served)
 
@@ -148,6 +148,8 @@ class Site:
             jobs.jobs_of(for_suite(self._options, suite), axes, cells, {})
 
 
+_CELL = select(*stored.CELL_FIELDS).where(CELL.c.name == bindparam("cell"))
+_OWN = select(CELL.c.extra).distinct()
 _newest = select(func.max(RESULT.c.id)).scalar_subquery()
 _latest = select(RUN.c.id).order_by(*stored.NEWEST_FIRST).limit(1).scalar_subquery()
 #: Rows are counted besides their newest ids: PostgreSQL may commit them in another order, and ids of deleted ones are used again.

@@ -6,12 +6,25 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from sqlalchemy import ColumnElement, Connection, Row, ScalarSelect, Select, and_, case, func, select, true
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Connection,
+    Integer,
+    Row,
+    Select,
+    and_,
+    bindparam,
+    case,
+    func,
+    select,
+    true,
+)
 
 from ..cells import AXES, Cell, parse_own
 from ..results import ENDED, CellResult, Figure, Measured, Past, Run, Summary, Test
@@ -27,6 +40,10 @@ RUN_FIELDS: tuple[ColumnElement[Any], ...] = (RUN.c.name, *(RUN.c[one.name] for 
 _FIGURE_FIELDS = tuple(FIGURE.c[one.name] for one in fields(Figure))
 #: The columns from which `exact_versions` reads versions.
 VERSION_FIELDS = (RESULT.c.environment_id, RESULT.c.pins_id)
+
+
+#: A store of unknown origin may have any value.
+_IS_FINITE = func.abs(FIGURE.c.value) <= sys.float_info.max
 
 
 def _number(name: str) -> ColumnElement[Any]:
@@ -65,13 +82,16 @@ _same = and_(_later.c.run_id == RESULT.c.run_id, _later.c.cell_id == RESULT.c.ce
 IS_LAST = ~select(_later.c.id).where(_same, _later.c.attempt > RESULT.c.attempt).correlate(RESULT).exists()
 
 
-def of_run(*names: str, run: ColumnElement[int] = RUN.c.id) -> ColumnElement[bool]:
+def of_run(*names: str | BindParameter[str], run: ColumnElement[int] = RUN.c.id) -> ColumnElement[bool]:
     """The condition that the run with the key `run` is a part of the same run as one of these."""
     same = select(_part.c.id).join(_named, _named.c.whole == _part.c.whole)
     return run.in_(same.where(_named.c.name.in_(names)))
 
 
-@lru_cache(16)  # making a statement takes as long as executing it
+# Making a statement takes as long as executing it, so those that pages need are made once. A name with a colon is a parameter.
+
+
+@lru_cache(16)
 def summary(*more: Any, brief: bool = False, every: bool = False) -> Select[Any]:
     """The planned cells with their latest results, or with `every` one: the columns for `summary_of`, followed by `more`."""
     fields = _SUMMARY_FIELDS[:_BRIEF] if brief else _SUMMARY_FIELDS
@@ -100,6 +120,24 @@ CURRENT = (
     .outerjoin(PLANNED, and_(PLANNED.c.run_id == NEWEST.c.run_id, PLANNED.c.cell_id == NEWEST.c.cell_id))
     .outerjoin(RESULT, RESULT.c.id == NEWEST.c.result_id)
 )
+
+
+_OWN_CELL = select(CELL.c.id).where(CELL.c.name == bindparam("cell")).scalar_subquery()
+#: `CURRENT` of the cell `:cell`.
+CURRENT_OF_CELL = CURRENT.where(CELL.c.name == bindparam("cell"))
+
+
+#: The first part of each run, newest first.
+WHOLES = select(RUN.c.whole).order_by(*NEWEST_FIRST)
+
+
+@cache
+def runs(limited: bool, after: bool, where: tuple[str, ...]) -> Select[Any]:
+    """Runs, newest first: at most `:most`, received before the run `:after`, and with values of these columns."""
+    query = select(*RUN_FIELDS).order_by(*NEWEST_FIRST).where(*(RUN.c[name] == bindparam(name) for name in where))
+    if after:
+        query = query.where(RUN.c.id < select(_named.c.id).where(_named.c.name == bindparam("after")).scalar_subquery())
+    return query.limit(bindparam("most", type_=Integer)) if limited else query
 
 
 def cell_of(row: Sequence[Any]) -> Cell:
@@ -165,30 +203,57 @@ def with_versions(connection: Connection, query: Select[Any]) -> list[Past]:
     return [*map(past_of, rows, exact_versions(connection, rows))]
 
 
-def result_key(run_name: str, wanted: Cell, attempt: int | None = None) -> ScalarSelect[int]:
-    """The key of the result of a cell in a run that counts, or of an attempt: that in the part `run_name` before other parts'."""
-    cell = select(CELL.c.id).where(CELL.c.name == wanted.name).scalar_subquery()
-    query = select(RESULT.c.id).join(RUN, RUN.c.id == RESULT.c.run_id).where(RESULT.c.cell_id == cell)
-    query = query.where(of_run(run_name, run=RESULT.c.run_id))
-    query = query.where(IS_LAST if attempt is None else RESULT.c.attempt == attempt)
-    own_first = () if attempt is None else (case((RUN.c.name == run_name, 0), else_=1),)
-    return query.order_by(*own_first, *_COUNTS_FIRST).limit(1).scalar_subquery()
+@lru_cache(16)
+def of_result(query: Select[Any], attempt: bool = False) -> Select[Any]:
+    """A query of `RESULT` for one result of the cell `:cell` in the run `:run`.
+
+    It is the one that counts; or with `attempt` that of `:attempt`, in this part of the run before other parts.
+    """
+    key = select(RESULT.c.id).join(RUN, RUN.c.id == RESULT.c.run_id).where(RESULT.c.cell_id == _OWN_CELL)
+    key = key.where(of_run(bindparam("run"), run=RESULT.c.run_id))
+    key = key.where(RESULT.c.attempt == bindparam("attempt") if attempt else IS_LAST)
+    own_first = (case((RUN.c.name == bindparam("run"), 0), else_=1),) if attempt else ()
+    return query.where(RESULT.c.id == key.order_by(*own_first, *_COUNTS_FIRST).limit(1).scalar_subquery())
+
+
+def named(run: str, cell: Cell, attempt: int | None = None) -> dict[str, Any]:
+    """The parameters of `of_result`."""
+    return {"run": run, "cell": cell.name} | ({} if attempt is None else {"attempt": attempt})
+
+
+@cache
+def history(limited: bool) -> Select[Any]:
+    """As `summary`, for the attempts at the cell `:cell`, the newest first: at most `:most`."""
+    query = summary(*RUN_FIELDS, every=True).where(RESULT.c.cell_id == _OWN_CELL).order_by(RESULT.c.id.desc())
+    return query.limit(bindparam("most", type_=Integer)) if limited else query
+
+
+#: The text with the environment of a result.
+ENVIRONMENT = select(TEXT.c.content).join(RESULT, RESULT.c.environment_id == TEXT.c.id)
+_RESULT = select(RESULT)
+_FIGURES = select(FIGURE.c.nodeid_id, *_FIGURE_FIELDS).where(FIGURE.c.result_id == bindparam("result"))
+_FIGURES = _FIGURES.where(_IS_FINITE).order_by(FIGURE.c.name)
+_TESTS = (
+    select(NODEID.c.id, NODEID.c.name, TEST.c.outcome, TEST.c.seconds, TEXT.c.content)
+    .join_from(TEST, NODEID)
+    .outerjoin(TEXT, TEST.c.message_id == TEXT.c.id)
+    .where(TEST.c.result_id == bindparam("result"))
+    .order_by(TEST.c.position)
+)
 
 
 def read_result(
     connection: Connection, run_name: str, wanted: Cell, attempt: int | None, *, log: bool = True
 ) -> CellResult | None:
-    """One result of a cell in a run, chosen as in `result_key`; None if the run has no such result."""
-    row = connection.execute(select(RESULT).where(RESULT.c.id == result_key(run_name, wanted, attempt))).one_or_none()
+    """One result of a cell in a run, chosen as in `of_result`; None if the run has no such result."""
+    query = of_result(_RESULT, attempt is not None)
+    row = connection.execute(query, named(run_name, wanted, attempt)).one_or_none()
     if row is None:
         return None
     figures: dict[int, list[Figure]] = {}
-    query = select(FIGURE.c.nodeid_id, *_FIGURE_FIELDS).where(FIGURE.c.result_id == row.id, _IS_FINITE)
-    for key, *values in connection.execute(query.order_by(FIGURE.c.name)):
+    for key, *values in connection.execute(_FIGURES, {"result": row.id}):
         figures.setdefault(key, []).append(Figure(*values))
-    query = select(NODEID.c.id, NODEID.c.name, TEST.c.outcome, TEST.c.seconds, TEXT.c.content).join_from(TEST, NODEID)
-    query = query.outerjoin(TEXT, TEST.c.message_id == TEXT.c.id).where(TEST.c.result_id == row.id)
-    tests = connection.execute(query.order_by(TEST.c.position)).all()
+    tests = connection.execute(_TESTS, {"result": row.id}).all()
     texts = texts_of(connection, [row.environment_id, row.pins_id, row.command_id])
     found_log = connection.scalar(select(LOG.c.content).where(LOG.c.result_id == row.id)) if log else None
     return CellResult(
@@ -206,20 +271,34 @@ def read_result(
     )
 
 
+_TEXTS = select(TEXT.c.id, TEXT.c.content).where(TEXT.c.id.in_(bindparam("keys", expanding=True)))
+
+
 def texts_of(connection: Connection, keys: Iterable[int | None]) -> dict[int | None, str]:
     """Shared texts by key; a key that is None has no text."""
     found: dict[int | None, str] = {}
     for some in chunks({key for key in keys if key is not None}):
-        rows = connection.execute(select(TEXT.c.id, TEXT.c.content).where(TEXT.c.id.in_(some)))
-        found |= {row[0]: row[1] for row in rows}
+        found |= {row[0]: row[1] for row in connection.execute(_TEXTS, {"keys": some})}
     return found
 
 
-def measured(connection: Connection, *conditions: ColumnElement[bool]) -> dict[Cell, list[Measured]]:
-    """Figures by cell, in the order received."""
-    query = select(*CELL_FIELDS, *_FIGURE_FIELDS, RESULT.c.environment_id, *RUN_FIELDS).select_from(RESULTS)
-    query = query.join(FIGURE, FIGURE.c.result_id == RESULT.c.id).where(*conditions, _IS_FINITE)
-    rows = connection.execute(query.order_by(RUN.c.id, RESULT.c.attempt, FIGURE.c.name)).all()
+_MEASURED = RESULTS.join(FIGURE, FIGURE.c.result_id == RESULT.c.id)
+#: Every figure, in the order received, for `measured`.
+MEASURED = (
+    select(*CELL_FIELDS, *_FIGURE_FIELDS, RESULT.c.environment_id, *RUN_FIELDS)
+    .select_from(_MEASURED)
+    .where(_IS_FINITE)
+    .order_by(RUN.c.id, RESULT.c.attempt, FIGURE.c.name)
+)
+_has_any = select(FIGURE.c.result_id).where(FIGURE.c.result_id == RESULT.c.id).exists()
+_last = select(RESULT.c.id).where(RESULT.c.cell_id == _OWN_CELL, _has_any).order_by(RESULT.c.id.desc()).limit(100)
+#: As `MEASURED`, for the last 100 results of the cell `:cell` that have any.
+LAST_MEASURED = MEASURED.where(RESULT.c.id.in_(_last))
+
+
+def measured(connection: Connection, query: Select[Any], **parameters: object) -> dict[Cell, list[Measured]]:
+    """Figures by cell, in the order received, from rows of `MEASURED`."""
+    rows = connection.execute(query, parameters).all()
     texts = texts_of(connection, (row.environment_id for row in rows))
     devices = {key: str(environment_of(content).get("device", "")) for key, content in texts.items()}
     found: dict[Cell, list[Measured]] = {}
@@ -228,10 +307,6 @@ def measured(connection: Connection, *conditions: ColumnElement[bool]) -> dict[C
         one = Measured(_run(*row[-len(RUN_FIELDS) :]), figure, devices.get(row.environment_id, ""))
         found.setdefault(cell_of(row), []).append(one)
     return found
-
-
-#: A store of unknown origin may have any value.
-_IS_FINITE = func.abs(FIGURE.c.value) <= sys.float_info.max
 
 
 def chunks(values: Iterable[T]) -> Iterator[list[T]]:

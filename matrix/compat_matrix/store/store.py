@@ -21,7 +21,7 @@ from ..results import CellResult, Figure, Measured, Past, Run, State, Summary
 from ..words import plural
 from . import database, foreign, inserts, queries
 from .foreign import check_schema
-from .models import CELL, FAILED, FIGURE, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .models import CELL, FAILED, NODEID, PLANNED, RESULT, RUN, TEST
 
 
 class Store:
@@ -126,12 +126,9 @@ class Store:
 
     def runs(self, limit: int | None = None, after: str = "", **where: object) -> list[Run]:
         """Runs, newest first: at most `limit`, after the one with an id, and with these values."""
-        query = select(*queries.RUN_FIELDS).order_by(*queries.NEWEST_FIRST).limit(limit)
-        query = query.where(*(RUN.c[name] == value for name, value in where.items() if value is not None))
-        if after:
-            last = RUN.alias()
-            query = query.where(RUN.c.id < select(last.c.id).where(last.c.name == after).scalar_subquery())
-        return [Run(*row) for row in self.rows(query)]
+        given = {name: value for name, value in where.items() if value is not None}
+        query = queries.runs(limit is not None, bool(after), tuple(given))
+        return [Run(*row) for row in self.rows(query, most=limit, after=after, **given)]
 
     def resolve(self, text: str) -> str:
         """The id of a run by its id, its label, the beginning of its id, ``latest``, or ``latest~1`` for the one before.
@@ -159,15 +156,19 @@ class Store:
             raise NotFoundError(f"{len(wholes)} runs begin with {text!r}, such as {some}")
         raise NotFoundError(f"no run is called {text!r}; there are {some}{', and others' * (len(known) > 5)}")
 
+    def wholes(self) -> list[str]:
+        """The ids of all runs, newest first; of a run in parts that of its first one."""
+        return [*dict.fromkeys(row.whole for row in self.rows(queries.WHOLES))]
+
     def parts(self, run: str) -> list[Run]:
         """The parts of a run, in the order received; only the run itself if it has no others."""
         return self.runs(whole=self.run(run).whole)[::-1]
 
     def run(self, run: str) -> Run:
         """A run by its id: this part of it."""
-        with self.reading() as connection:
-            inserts.key(connection, run)
-        return self.runs(name=run)[0]
+        if not (found := self.runs(name=run)):
+            raise NotFoundError(f"the store has no run {run!r}")
+        return found[0]
 
     def summary(self, run: str, *, brief: bool = False) -> dict[Cell, Summary]:
         """Every cell of a run, in the order planned, with the result that counts: the latest, and of several parts the newest.
@@ -202,10 +203,10 @@ class Store:
 
     def newest(self, runs: Collection[str] | None = None, *, cell: Cell | None = None) -> list[Past]:
         """As `current`, in any order, with the exact versions; only of one cell if it is given."""
-        own = true() if cell is None else CELL.c.name == cell.name
         if runs is None:
-            rows = self.rows(queries.CURRENT.where(own))
+            rows = self.rows(queries.CURRENT_OF_CELL, cell=cell.name) if cell else self.rows(queries.CURRENT)
             return [queries.past_of(row, queries.versions_of(row.versions)) for row in rows]
+        own = true() if cell is None else CELL.c.name == cell.name
         more = (*queries.VERSION_FIELDS, *queries.RUN_FIELDS)
         with self.reading() as connection:
             return queries.with_versions(connection, queries.first(*more, where=and_(queries.of_run(*runs), own)))
@@ -236,9 +237,8 @@ class Store:
 
     def past(self, run: str, cell: Cell, attempt: int | None = None) -> Past | None:
         """A result of a cell in a run without its tests, chosen as by `result`; None if the run has none."""
-        query = queries.summary(*queries.RUN_FIELDS, every=True)
-        rows = self.rows(query.where(RESULT.c.id == queries.result_key(run, cell, attempt)))
-        return next(map(queries.past_of, rows), None)
+        query = queries.of_result(queries.summary(*queries.RUN_FIELDS, every=True), attempt is not None)
+        return next(map(queries.past_of, self.rows(query, **queries.named(run, cell, attempt))), None)
 
     def result(self, run: str, cell: Cell, attempt: int | None = None, *, log: bool = True) -> CellResult:
         """The whole result of a cell in a run: the one that counts, or of an attempt in this part of the run, or else another part.
@@ -258,33 +258,29 @@ class Store:
 
     def environment(self, run: str, cell: Cell) -> dict[str, Any]:
         """The environment in the result of a cell that counts; empty if it has none."""
-        query = select(TEXT.c.content).join(RESULT, RESULT.c.environment_id == TEXT.c.id)
-        rows = self.rows(query.where(RESULT.c.id == queries.result_key(run, cell)))
+        rows = self.rows(queries.of_result(queries.ENVIRONMENT), **queries.named(run, cell))
         return dict(queries.environment_of(rows[0].content if rows else None))
 
     def figures(self, run: str) -> dict[Cell, list[Figure]]:
         """The figures of a run, by cell, sorted by name: those of the results that count."""
         counting = queries.first(RESULT.c.id.label("key"), where=queries.of_run(run)).subquery()
         with self.reading() as connection:
-            found = queries.measured(connection, RESULT.c.id.in_(select(counting.c.key)))
+            found = queries.measured(connection, queries.MEASURED.where(RESULT.c.id.in_(select(counting.c.key))))
         return {cell: [one.figure for one in every] for cell, every in found.items()}
 
     def measured(self, runs: Iterable[str]) -> dict[Cell, list[Measured]]:
         """The figures of runs by cell, in the order received."""
         with self.reading() as connection:
-            return queries.measured(connection, queries.of_run(*runs))
+            return queries.measured(connection, queries.MEASURED.where(queries.of_run(*runs)))
 
     def series(self, cell: Cell) -> list[Measured]:
-        """The figures of a cell in the last 100 runs that measured any, in the order received."""
-        last = select(RESULT.c.run_id).select_from(queries.RESULTS).join(FIGURE, FIGURE.c.result_id == RESULT.c.id)
-        last = last.where(CELL.c.name == cell.name).distinct().order_by(RESULT.c.run_id.desc()).limit(100)
+        """The figures of a cell's last 100 results that have any, in the order received."""
         with self.reading() as connection:
-            return queries.measured(connection, CELL.c.name == cell.name, RUN.c.id.in_(last)).get(cell, [])
+            return queries.measured(connection, queries.LAST_MEASURED, cell=cell.name).get(cell, [])
 
     def history(self, cell: Cell, *, limit: int | None = None) -> list[Past]:
-        """Attempts at a cell, the newest run and its latest attempt first; at most `limit`."""
-        query = queries.summary(*queries.RUN_FIELDS, every=True).where(CELL.c.name == cell.name).limit(limit)
-        return [*map(queries.past_of, self.rows(query.order_by(*queries.NEWEST_FIRST, RESULT.c.attempt.desc())))]
+        """Attempts at a cell, the newest first; at most `limit`."""
+        return [*map(queries.past_of, self.rows(queries.history(limit is not None), cell=cell.name, most=limit))]
 
     # Between stores.
 
@@ -350,10 +346,10 @@ class Store:
         except OSError as error:
             raise MatrixError(f"{target} can't be written: {error}") from error
 
-    def rows(self, query: Select[Any]) -> Sequence[Any]:
+    def rows(self, query: Select[Any], **parameters: object) -> Sequence[Any]:
         """The rows of a query."""
         with self.reading() as connection:
-            return connection.execute(query).all()
+            return connection.execute(query, parameters).all()
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:

@@ -48,18 +48,23 @@ def cancel(store: Store, run: str) -> None:
         remove(connection, key)
 
 
+_WAITING = (
+    select(RUN.c.name.label("run"), SUBMISSION.c.host, SUBMISSION.c.seen, SUBMISSION.c.reason, SUBMISSION.c.running)
+    .join_from(SUBMISSION, RUN)
+    .order_by(SUBMISSION.c.id)
+)
+
+
 def waiting(store: Store) -> Sequence[Any]:
     """The rows of the runs that wait or are executed, in order, with the id of the `run`."""
-    query = select(RUN.c.name.label("run"), SUBMISSION.c.host, SUBMISSION.c.seen, SUBMISSION.c.reason)
-    return store.rows(query.join_from(SUBMISSION, RUN).order_by(SUBMISSION.c.id))
+    return store.rows(_WAITING)
 
 
 def running(store: Store, run: str | None = None) -> list[Running]:
     """The cells of one run or of all that services run now."""
-    query = select(RUN.c.name, SUBMISSION.c.running).join_from(SUBMISSION, RUN).order_by(SUBMISSION.c.id)
     return [
-        Running(name, parse(cell), datetime.fromisoformat(since))
-        for name, cells in store.rows(query)
-        if run in (None, name)
-        for cell, since in json.loads(cells).items()
+        Running(row.run, parse(cell), datetime.fromisoformat(since))
+        for row in store.rows(_WAITING)
+        if run in (None, row.run)
+        for cell, since in json.loads(row.running).items()
     ]

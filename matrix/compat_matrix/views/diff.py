@@ -74,7 +74,7 @@ def _ended(summary: Summary | None) -> str | None:
 
 def _figures(store: Store, old: str, new: str) -> tuple[list[FigureChange], int]:
     """The figures that changed between two whole runs, and the number of those whose noise isn't known."""
-    runs = [*dict.fromkeys(one.whole for one in store.runs())]
+    runs = store.wholes()
     past = [one for one in runs[runs.index(old) :][:_RUNS] if one != new]
     changes, too_few = [], 0
     for cell, every in _in_order(store.measured([*past, new])).items():

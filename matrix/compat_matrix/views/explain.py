@@ -55,8 +55,11 @@ def past_of(store: Store, cell: Cell, run: str = "", attempt: int | None = None)
     """A result of a cell, as `Store.past`, by default the newest in whole runs, or else in partial ones."""
     if not run:
         newest = plan_of(store, cell)
-        some = [newest] if newest and newest.summary.verdict else store.history(cell, limit=1)
-        run = next((past.run.id for past in some), "")
+        if newest is None or newest.summary.verdict is None:
+            newest = next(iter(store.history(cell, limit=1)), None)
+        if newest is None or attempt is None:
+            return newest
+        run = newest.run.id
     return store.past(run, cell, attempt)
 
 
