@@ -223,9 +223,12 @@ def named(run: str, cell: Cell, attempt: int | None = None) -> dict[str, Any]:
 
 @cache
 def history(limited: bool) -> Select[Any]:
-    """As `summary`, for the attempts at the cell `:cell`, the newest first: at most `:most`."""
-    query = summary(*RUN_FIELDS, every=True).where(RESULT.c.cell_id == _OWN_CELL).order_by(RESULT.c.id.desc())
-    return query.limit(bindparam("most", type_=Integer)) if limited else query
+    """As `summary`, for the attempts at the cell `:cell`: the `:most` newest ones, the newest run and its latest attempt first."""
+    own = RESULT.c.cell_id == _OWN_CELL
+    if limited:  # by an index that has them in order
+        last = select(RESULT.c.id).where(own).order_by(RESULT.c.id.desc()).limit(bindparam("most", type_=Integer))
+        own = RESULT.c.id.in_(last)
+    return summary(*RUN_FIELDS, every=True).where(own).order_by(*NEWEST_FIRST, RESULT.c.attempt.desc())
 
 
 #: The text with the environment of a result.

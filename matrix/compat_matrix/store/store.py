@@ -279,7 +279,7 @@ class Store:
             return queries.measured(connection, queries.LAST_MEASURED, cell=cell.name).get(cell, [])
 
     def history(self, cell: Cell, *, limit: int | None = None) -> list[Past]:
-        """Attempts at a cell, the newest first; at most `limit`."""
+        """Attempts at a cell, at most the `limit` newest ones: the newest run and its latest attempt first."""
         return [*map(queries.past_of, self.rows(queries.history(limit is not None), cell=cell.name, most=limit))]
 
     # Between stores.
