@@ -31,8 +31,8 @@ class Store:
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
-        self.engine = engine
-        self.name = name
+        self.engine, self.name = engine, name
+        self._reading, self._writing = database.reading(engine), database.writing(engine)
 
     @classmethod
     def open(cls, url: str, *, create: bool = True, foreign: bool = False) -> Store:
@@ -354,13 +354,13 @@ class Store:
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A connection whose errors are raised as `MatrixError`."""
-        with database.explained(self.name), database.reading(self.engine).connect() as connection:
+        with database.explained(self.name), self._reading.connect() as connection:
             yield connection
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
         """A writing transaction."""
-        with database.explained(self.name), database.writing(self.engine).begin() as connection:
+        with database.explained(self.name), self._writing.begin() as connection:
             yield connection
 
 
