@@ -20,7 +20,7 @@ from ..views.common import one_line
 from ..words import clean
 
 #: The number of entries, and of the newest results that are searched for cells that broke.
-_MOST, _RESULTS = 50, 10_000
+_MOST, _RESULTS = 50, 20_000
 
 
 def entries(store: Store) -> list[tuple[datetime, str, str, str, str]]:

@@ -35,8 +35,13 @@ def key(connection: Connection, name: str) -> int:
     """The primary key of the run with this name. A `NotFoundError` if there is no such run."""
     found: int | None = connection.scalar(select(RUN.c.id).where(RUN.c.name == name))
     if found is None:
-        raise NotFoundError(f"the store has no run {name!r}")
+        raise unknown(name)
     return found
+
+
+def unknown(name: str) -> NotFoundError:
+    """The error for a run that the store doesn't have."""
+    return NotFoundError(f"the store has no run {name!r}")
 
 
 def new_run(connection: Connection, values: Run, axes: str, planned: Mapping[Cell, str | None]) -> int:

@@ -37,7 +37,7 @@ class Utc(TypeDecorator[datetime]):
         return value and value.astimezone(timezone.utc)
 
     def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], datetime | None] | None:
-        """SQLite's text is read in one step: SQLAlchemy's four take as long as the query of a page."""
+        """SQLite's text is read in one step: SQLAlchemy takes four, and a page has hundreds of times."""
         if dialect.name != "sqlite":
             return super().result_processor(dialect, coltype)
         return lambda text: text and datetime.fromisoformat(f"{text}+00:00")

@@ -88,7 +88,8 @@ def of_run(*names: str | BindParameter[str], run: ColumnElement[int] = RUN.c.id)
     return run.in_(same.where(_named.c.name.in_(names)))
 
 
-# Making a statement takes as long as executing it, so those that pages need are made once. A name with a colon is a parameter.
+# SQLAlchemy takes as long to build a statement as the database takes to execute it. Those that pages execute are built once, and
+# take their values as parameters: in a docstring `:cell` is the parameter `cell`.
 
 
 @lru_cache(16)
@@ -123,9 +124,8 @@ CURRENT = (
 
 
 _OWN_CELL = select(CELL.c.id).where(CELL.c.name == bindparam("cell")).scalar_subquery()
-#: `CURRENT` of the cell `:cell`.
-CURRENT_OF_CELL = CURRENT.where(CELL.c.name == bindparam("cell"))
-
+#: As `CURRENT`, for the cell `:cell`.
+CURRENT_OF_CELL = CURRENT.where(NEWEST.c.cell_id == _OWN_CELL)
 
 #: The first part of each run, newest first.
 WHOLES = select(RUN.c.whole).order_by(*NEWEST_FIRST)

@@ -167,7 +167,7 @@ class Store:
     def run(self, run: str) -> Run:
         """A run by its id: this part of it."""
         if not (found := self.runs(name=run)):
-            raise NotFoundError(f"the store has no run {run!r}")
+            raise inserts.unknown(run)
         return found[0]
 
     def summary(self, run: str, *, brief: bool = False) -> dict[Cell, Summary]:

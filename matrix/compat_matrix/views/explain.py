@@ -57,9 +57,9 @@ def past_of(store: Store, cell: Cell, run: str = "", attempt: int | None = None)
         newest = plan_of(store, cell)
         if newest is None or newest.summary.verdict is None:
             newest = next(iter(store.history(cell, limit=1)), None)
-        if newest is None or attempt is None:
+        elif attempt is None:
             return newest
-        run = newest.run.id
+        run = newest.run.id if newest else ""
     return store.past(run, cell, attempt)
 
 
