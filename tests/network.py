@@ -51,7 +51,7 @@ class Network:
         return Store.open(self.stored, create=False)
 
     def serve(self, *options: str) -> Forked:
-        process = self.small.fork("serve", "--port", str(self.port), "--store", self.stored, *options)
+        process = self.small.fork("serve", "--workers", "1", "--port", str(self.port), "--store", self.stored, *options)
         until(lambda: process.said() or process.poll() is not None, "a word of the service")
         assert process.poll() is None, process.said()
         assert process.said().startswith(f"{self.url} serves "), process.said()

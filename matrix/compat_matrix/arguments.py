@@ -104,7 +104,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--read": option("token: allow reading only with a token", choices=["open", "token"], default="open"),
     "--ray": option("run cells on this Ray cluster instead of this machine", "ADDRESS"),
     "--no-run": flag("run no cells: show the store, and take uploaded runs"),
-    "--execute": option(argparse.SUPPRESS),  # in the process that executes a service's runs: identifies the service
+    "--workers": option("processes that answer requests (default: one a core, at most 4)", "N", type=positive),
+    # Of the processes that a service starts: its name, and the socket of those that answer requests.
+    "--part-of": option(argparse.SUPPRESS),
+    "--socket": option(argparse.SUPPRESS, type=int),
     "--webhook": option("POST the report to this address, as JSON", "URL", type=address),
     "service:ci": option("the CI service", choices=["github"]),
     # Its tokens.
@@ -120,7 +123,7 @@ EXECUTOR = "-j/--jobs --no-fork"
 FETCH = f"{SELECTION} folder --latest --without-torch --with-runner --parts"
 A_RUN = f"{SELECTION} --store --suite --pytest --latest {ENVIRONMENTS}"
 RUN = f"{A_RUN} --all --label --resume --failed --retry-failed --executor {EXECUTOR} --export"
-SERVE = f"--store --axes --host --port --root-path --read --ray --no-run {EXECUTOR} {ENVIRONMENTS} --execute"
+SERVE = f"--store --axes --host --port --root-path --read --ray --no-run {EXECUTOR} {ENVIRONMENTS} --workers --part-of --socket"
 WATCH = f"--axes --only --pairwise --store --webhook -j/--jobs {ENVIRONMENTS}"
 
 

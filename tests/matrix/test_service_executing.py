@@ -12,6 +12,7 @@ from collections import Counter
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 from network import WAITS, Network, ended, until
@@ -205,7 +206,7 @@ def test_a_run_whose_execution_fails_is_tried_again_and_one_that_can_not_be_run_
     service = network.serve("--jobs", "1")
     run = network.submit(cells=[name("5.0")])
     until(network.running, "a running cell")
-    (runner,) = (one for one in small.processes() if "--execute" in one.cmdline())
+    (runner,) = (one for one in small.processes() if "--part-of" in one.cmdline())
     runner.kill()
     until(lambda: "has ended early" in service.said(), "a word of the service")
     network.go()
@@ -371,6 +372,38 @@ def test_a_service_says_what_is_wrong_and_what_is_next(small: Small) -> None:
     until(below.said, "a word of the service")
     assert 'href="/below/runs"' in requests.get(below.said().split()[0], timeout=30).text
     assert ended(below) == 0
+
+
+def test_several_processes_answer(network: Network) -> None:
+    service = network.serve("--workers", "2", "--no-run")
+    me = psutil.Process(service.pid)
+
+    def worker() -> psutil.Process | None:
+        alive = (one for one in me.children() if one.status() != psutil.STATUS_ZOMBIE)
+        return next((one for one in alive if "--socket" in one.cmdline()), None)
+
+    def tag() -> str:
+        return requests.get(f"{network.url}/runs", timeout=60).headers["etag"]
+
+    until(worker, "a second process")
+    first = worker()
+    assert first is not None
+    me.suspend()
+    by_worker = tag()  # which nothing else can answer
+    me.resume()
+    first.suspend()
+    try:
+        assert tag() == by_worker
+    finally:
+        first.kill()
+    assert tag() == by_worker
+    until(lambda: (found := worker()) is not None and found != first, "another process in its place")
+    second = worker()
+    assert second is not None
+    assert "a process that answers requests has ended early (-9)" in service.said()
+    service.kill()
+    second.wait(60)
+    assert ended(network.serve("--workers", "2")) == 0, "the address is free again"
 
 
 def test_the_server_is_an_extra(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:

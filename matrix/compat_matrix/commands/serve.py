@@ -25,6 +25,8 @@ _GRACE = 10
 #: Python's thread switch interval, in seconds. With the default of 5 ms, a thread that returns from the database would wait
 #: that long for threads that compute.
 _SWITCH = 0.0005
+#: By default the most processes that answer requests.
+_WORKERS = 4
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,11 +47,12 @@ def run(options: argparse.Namespace) -> int:
 
         check_private(options.ray)
         os.environ["RAY_ADDRESS"] = options.ray
-    if options.execute is not None:
-        return executing.execute_all(options, options.execute)
+    if options.part_of and options.socket is None:
+        return executing.execute_all(options, options.part_of)
     there = options.axes or axes_in(Path()) or OWN.exists() or options.ray
     axes = load(options.axes) if there else None
-    with Store.open(options.store) as store, _listening(options.host, options.port) as listening, ExitStack() as stack:
+    service, options.part_of = not options.part_of, options.part_of or secrets.token_hex(16)
+    with Store.open(options.store) as store, _listening(options) as listening, ExitStack() as stack:
         app = create_app(store, axes, Settings(read=options.read, runs=not options.no_run), options)
         given: dict[str, Any] = {"root_path": options.root_path.rstrip("/"), "timeout_graceful_shutdown": _GRACE}
         config = uvicorn.Config(app, http="h11", log_config=None, access_log=False, server_header=False, **given)
@@ -58,22 +61,39 @@ def run(options: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stack.enter_context(suppress(KeyboardInterrupt))
-        host, port = listening.getsockname()[:2]
-        print(f"http://{f'[{host}]' if ':' in host else host}:{port} serves {store.name}", flush=True)
-        if axes is None:
-            print(f"there is no {PLACES[0]} here and no --axes: runs are refused", flush=True)
-        elif not options.no_run:
-            if not tokens.every(store):
-                print("`kernel-compat-matrix token add NAME --scope submit` creates a token for writing", flush=True)
-            command = [sys.executable, "-m", "compat_matrix", *options.words, "--execute", secrets.token_hex(16)]
-            stack.enter_context(executing.beside(lambda over: executing.supervise(command, over), "runs"))
+        if service:
+            _begin(options, store, axes is not None, listening, stack)
+        else:
+            executing.end_with_the_service()
         gc.freeze()  # a look for cycles among the modules would keep readers waiting
         uvicorn.Server(config).run(sockets=[listening])
     return 0
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    """A socket that listens at this address."""
+def _begin(
+    options: argparse.Namespace, store: Store, has_axes: bool, listening: socket.socket, stack: ExitStack
+) -> None:
+    """Print the address, and start the processes beside this one, which end with the stack."""
+    host, port = listening.getsockname()[:2]
+    print(f"http://{f'[{host}]' if ':' in host else host}:{port} serves {store.name}", flush=True)
+    command = [sys.executable, "-m", "compat_matrix", *options.words, "--part-of", options.part_of]
+    handed = listening.fileno()
+    for _ in range(1, options.workers or min(os.cpu_count() or 1, _WORKERS)):
+        also = executing.supervised("answers requests", [*command, "--socket", str(handed)], [handed])
+        stack.enter_context(also)
+    if not has_axes:
+        print(f"there is no {PLACES[0]} here and no --axes: runs are refused", flush=True)
+    elif not options.no_run:
+        if not tokens.every(store):
+            print("`kernel-compat-matrix token add NAME --scope submit` creates a token for writing", flush=True)
+        stack.enter_context(executing.supervised("executes runs", command))
+
+
+def _listening(options: argparse.Namespace) -> socket.socket:
+    """A socket that listens at the address in the options, or the one that the service handed on."""
+    if options.socket is not None:
+        return socket.socket(fileno=options.socket)
+    host, port = options.host, options.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         found = socket.create_server((host, port), family=family, backlog=2048)

@@ -78,18 +78,40 @@ def beside(work: Callable[[threading.Event], object], name: str) -> Iterator[Non
         thread.join()
 
 
-def supervise(command: Sequence[str], over: threading.Event) -> None:
-    """Keep the process that executes runs alive, until `over` is set."""
-    pause = 0.0
-    while not over.wait(pause):
-        began = time.monotonic()
-        # Leaving the block closes the pipe, and waits.
-        with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
-            while process.poll() is None and not over.wait(0.5):
-                pass
-        if not over.is_set():
-            pause = _PAUSE if time.monotonic() - began > _LONGEST else min(max(2 * pause, _PAUSE), _LONGEST)
-            log.warning("the process that executes runs has ended early (%d); again in %d s", process.returncode, pause)
+@contextmanager
+def supervised(what: str, command: Sequence[str], sockets: Sequence[int] = ()) -> Iterator[None]:
+    """Keep a process of the service alive, which inherits these sockets and ends when the block is left.
+
+    Args:
+        what: what it does, for the log.
+    """
+
+    def supervise(over: threading.Event) -> None:
+        pause = 0.0
+        while not over.wait(pause):
+            began = time.monotonic()
+            # Leaving the block closes the pipe, and waits.
+            with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=sockets) as process:
+                while process.poll() is None and not over.wait(0.5):
+                    pass
+            if not over.is_set():
+                pause = _PAUSE if time.monotonic() - began > _LONGEST else min(max(2 * pause, _PAUSE), _LONGEST)
+                log.warning("a process that %s has ended early (%d); again in %d s", what, process.returncode, pause)
+
+    with beside(supervise, what):
+        yield
+
+
+def end_with_the_service() -> None:
+    """Send this process SIGTERM when its service ends, however that ends, and end it some time later if it goes on."""
+
+    def wait() -> None:
+        sys.stdin.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_GRACE)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def execute_all(options: argparse.Namespace, claim: str) -> int:
@@ -105,16 +127,10 @@ def execute_all(options: argparse.Namespace, claim: str) -> int:
     def stop(*_: object) -> None:
         raise _Stopped
 
-    def end_with_the_service() -> None:
-        sys.stdin.read()
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_GRACE)
-        os._exit(1)
-
     signal.signal(signal.SIGTERM, stop)
     # When a run is cancelled. A shell may have made this process ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=end_with_the_service, daemon=True).start()
+    end_with_the_service()
     with Store.open(options.store, create=False) as store, suppress(_Stopped):
         while True:
             if row := take(store, claim):

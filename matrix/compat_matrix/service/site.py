@@ -46,7 +46,8 @@ class Site:
         self.store, self.project = store, project_name(axes)
         self.served: Mapping[Cell, str] = axes.all_cells if axes else {}
         self._axes, self._options = axes if runs else None, options
-        self._name = secrets.token_hex(4)
+        # The same in all processes of a service.
+        self._name = (options and options.part_of) or secrets.token_hex(4)
 
     # What is shown.
 
