@@ -128,7 +128,7 @@ WATCH = f"--axes --only --pairwise --store --webhook -j/--jobs {ENVIRONMENTS}"
 
 
 class Command(NamedTuple):
-    """A command: the function that runs it as ``module:name``, its help, and its arguments as words of `ARGUMENTS`.
+    """A command: the function that runs it as ``.module:name``, its help, and its arguments as words of `ARGUMENTS`.
 
     The function takes the values of the arguments and returns the exit code. `arguments` is None if the function `add_arguments` of
     the module adds them to a parser.
@@ -140,32 +140,34 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "check": Command("matrix_client:run", "ask a service for its verdict on this environment", "service --json"),
-    "list": Command("commands.cells:list_cells", "list the cells", f"{SELECTION} --excluded --json"),
-    "pin": Command("commands.packages:pin", "resolve the cells and write their pins", f"{SELECTION} --latest"),
-    "fetch": Command("commands.packages:fetch", "write a folder for `run --offline`, which needs no network", FETCH),
-    "run": Command("commands.run:run", "run cells and store their results", RUN),
-    "runs": Command("commands.runs:runs", "list the runs in the store", "--json --store"),
-    "show": Command("views.show:run", "show the results of a run as a grid", "chosen --figure --json --store"),
-    "explain": Command("views.explain:run", "show what is stored about one cell", "cell --run:one --full --store"),
-    "diff": Command("views.diff:run", "show which cells broke or recovered between two runs", "old new --json --store"),
-    "report": Command("pages.report:run", "write a static site", "folder --axes --run:some --store"),
-    "compatibility": Command(
-        "views.compatibility:run", "write a document of the combinations that work", "path --run:some --store"
+    "check": Command(".matrix_client:run", "ask a service for its verdict on this environment", "service --json"),
+    "list": Command(".commands.cells:list_cells", "list the cells", f"{SELECTION} --excluded --json"),
+    "pin": Command(".commands.packages:pin", "resolve the cells and write their pins", f"{SELECTION} --latest"),
+    "fetch": Command(".commands.packages:fetch", "write a folder for `run --offline`, which needs no network", FETCH),
+    "run": Command(".commands.run:run", "run cells and store their results", RUN),
+    "runs": Command(".commands.runs:runs", "list the runs in the store", "--json --store"),
+    "show": Command(".views.show:run", "show the results of a run as a grid", "chosen --figure --json --store"),
+    "explain": Command(".views.explain:run", "show what is stored about one cell", "cell --run:one --full --store"),
+    "diff": Command(
+        ".views.diff:run", "show which cells broke or recovered between two runs", "old new --json --store"
     ),
-    "architectures": Command("views.architectures:run", "write a document of the model types that are proven", "path"),
-    "merge": Command("commands.runs:merge", "copy runs from other stores", "stores --store"),
-    "export": Command("commands.runs:export", "write runs into a store of their own", "runs path:new --store"),
-    "atlas": Command("commands.atlas:run", "show when the seams appeared, changed and vanished upstream"),
-    "emit": Command("commands.cells:emit", "print the matrix for a CI service", f"service:ci {SELECTION}"),
-    "cancel": Command("commands.runs:cancel", "interrupt runs of a service or of a killed runner", "runs --store"),
-    "delete": Command("commands.runs:delete", "delete runs that have ended", "runs --store"),
-    "prune": Command("commands.runs:prune", "delete runs that ended some days ago", "--keep --dry-run --store"),
-    "serve": Command("commands.serve:run", "serve the store over HTTP, and execute submitted runs", SERVE),
-    "token": Command("service.tokens:run", "manage the tokens of a service"),
-    "watch": Command("commands.watch:run", "look for new releases, and run the cells that they affect", WATCH),
+    "report": Command(".pages.report:run", "write a static site", "folder --axes --run:some --store"),
+    "compatibility": Command(
+        ".views.compatibility:run", "write a document of the combinations that work", "path --run:some --store"
+    ),
+    "architectures": Command(".views.architectures:run", "write a document of the model types that are proven", "path"),
+    "merge": Command(".commands.runs:merge", "copy runs from other stores", "stores --store"),
+    "export": Command(".commands.runs:export", "write runs into a store of their own", "runs path:new --store"),
+    "atlas": Command("kernel_compat_atlas.cli:run", "show when the seams appeared, changed and vanished upstream"),
+    "emit": Command(".commands.cells:emit", "print the matrix for a CI service", f"service:ci {SELECTION}"),
+    "cancel": Command(".commands.runs:cancel", "interrupt runs of a service or of a killed runner", "runs --store"),
+    "delete": Command(".commands.runs:delete", "delete runs that have ended", "runs --store"),
+    "prune": Command(".commands.runs:prune", "delete runs that ended some days ago", "--keep --dry-run --store"),
+    "serve": Command(".commands.serve:run", "serve the store over HTTP, and execute submitted runs", SERVE),
+    "token": Command(".service.tokens:run", "manage the tokens of a service"),
+    "watch": Command(".commands.watch:run", "look for new releases, and run the cells that they affect", WATCH),
     "bisect": Command(
-        "commands.bisect:run", "find the first release that broke a test or a shim", f"--test --seam --axis {A_RUN}"
+        ".commands.bisect:run", "find the first release that broke a test or a shim", f"--test --seam --axis {A_RUN}"
     ),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import date
 from difflib import get_close_matches
@@ -117,7 +117,7 @@ class _Conditional(_Table):
 class Values(_Table):
     """The values of each axis, in the order in which they are run and shown. Other names are axes of the project's own."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[OwnAxis, OwnValues] = Field(init=False)
 
     python: Distinct[Annotated[str, Field(pattern=r"^[0-9]\.[0-9]{1,3}$")]]
@@ -125,13 +125,6 @@ class Values(_Table):
     torch: Annotated[Releases, _supported(releases.TORCH)] = [""]
     flash_attention: Distinct[Literal["none", "fa2", "fa3", "fa4", "torch"]] = ["none"]
     device: Distinct[Literal["cpu", "cuda"]] = ["cpu"]
-
-    @property
-    def cells(self) -> Iterator[Cell]:
-        """Every combination of the values."""
-        values = {axis: dict(self)[axis] for axis in [*AXES, *sorted(self.model_extra or ())]}
-        for combination in product(*values.values()):
-            yield Cell.of(dict(zip(values, combination, strict=True)))
 
     @model_validator(mode="after")
     def _names_are_short(self) -> Values:
@@ -214,8 +207,6 @@ class Known(_Conditional):
 class Axes(_Table):
     """An axes file, with its path."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ignored_types=(cached_property,))
-
     version: Literal[1]
     axes: Annotated[
         list[Values], Field(min_length=1), BeforeValidator(lambda given: given if isinstance(given, list) else [given])
@@ -231,11 +222,13 @@ class Axes(_Table):
     @cached_property
     def all_cells(self) -> dict[Cell, str]:
         """Every combination, with the reason if it is excluded, else an empty string."""
-        return {
-            cell: next((rule.because for rule in self.exclude if rule.when(cell)), "")
-            for table in self.axes
-            for cell in table.cells
-        }
+        found = {}
+        for table in self.axes:
+            names = [*AXES, *sorted(table.model_extra or ())]
+            for values in product(*(dict(table)[name] for name in names)):
+                cell = Cell.of(dict(zip(names, values, strict=True)))
+                found[cell] = next((rule.because for rule in self.exclude if rule.when(cell)), "")
+        return found
 
     @cached_property
     def own(self) -> dict[str, list[str]]:
@@ -299,10 +292,6 @@ class Axes(_Table):
         if suite not in suites:
             raise MatrixError(f"{self.path.name} has the suites {', '.join(suites)}, not {suite!r}")
         return next((tests for tests in self.tests if tests.suite == suite and tests.holds(cell)), None)
-
-    def known_of(self, cell: Cell) -> tuple[Known, ...]:
-        """The known failures of a cell."""
-        return tuple(known for known in self.known if known.holds(cell))
 
     @property
     def folder(self) -> Path:

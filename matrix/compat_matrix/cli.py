@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gc.set_threshold(100_000)  # looking for cycles among the cells of a large run takes as long as reading it
     module, _, function = COMMANDS[options.command].function.partition(":")
     try:
-        return int(getattr(importlib.import_module(f".{module}", __package__), function)(options))
+        return int(getattr(importlib.import_module(module, __package__), function)(options))
     except (MatrixError, AtlasError) as error:
         print(f"kernel-compat-matrix: {error}", file=sys.stderr)
         return 2
@@ -46,7 +46,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     command = COMMANDS[name]
     parser = argparse.ArgumentParser(f"kernel-compat-matrix {name}", description=f"{command.text}.")
     if command.arguments is None:
-        importlib.import_module(f".{command.function.partition(':')[0]}", __package__).add_arguments(parser)
+        importlib.import_module(command.function.partition(":")[0], __package__).add_arguments(parser)
         options = parser.parse_args(rest)
     else:
         add(parser, command.arguments)

@@ -6,8 +6,7 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -61,19 +60,21 @@ class Environments:
 
     def base(self, part: Part) -> Path:
         """The Python of a base, which is created if it doesn't exist; raises a `UvError` if that fails."""
-        wheel = self.wheelhouse and self.wheelhouse.project
+        wheel = self.wheelhouse and self.wheelhouse.folder / self.wheelhouse.wheel
         described = f"{part.key}\n{self.project}{sha256(wheel) if wheel else ''}{self.below or ''}"
         folder = self.root / "base" / f"{part.name}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
         python = folder / "bin" / "python"
-        with _filled(folder) as empty:
-            if empty:
-                made_of = self.below.executable if self.below else interpreter(part.python)
-                uv("venv", "--clear", *self._source(), "--python", str(made_of), str(folder))
-                if self.below is not None:
-                    # Not --system-site-packages: for a Python in a virtual environment it would show the packages of the underlying one.
-                    packages = next(folder.glob("lib/python*/site-packages"))
-                    (packages / "below.pth").write_text(f"{self.below.folder}\n", encoding="utf-8")
-                self._install(part, python)
+
+        def fill() -> None:
+            made_of = self.below.executable if self.below else interpreter(part.python)
+            uv("venv", "--clear", *self._source(), "--python", str(made_of), str(folder))
+            if self.below is not None:
+                # Not --system-site-packages: for a Python in a virtual environment it would show the packages of the underlying one.
+                packages = next(folder.glob("lib/python*/site-packages"))
+                (packages / "below.pth").write_text(f"{self.below.folder}\n", encoding="utf-8")
+            self._install(part, python)
+
+        _filled(folder, fill)
         # The project's code runs from its folder. A change of its metadata reinstalls the project, and nothing else.
         metadata, stamp = sha256(self.project / "pyproject.toml"), folder / ".project"
         with FileLock(f"{folder}.lock"):
@@ -88,9 +89,7 @@ class Environments:
         """The folder of a layer, for the path in front of the packages of a base, whose Python creates it if it doesn't exist."""
         # dill, for one, tells installed modules from a project's own by this word in their paths.
         folder = self.root / "site-packages" / f"{part.name}-{part.key}"
-        with _filled(folder) as empty:
-            if empty:
-                self._install(part, python, "--target", str(folder))
+        _filled(folder, lambda: self._install(part, python, "--target", str(folder)))
         return folder
 
     def _install(self, part: Part, python: Path, *options: str) -> None:
@@ -108,19 +107,17 @@ class Environments:
         return [*options, str(self.wheelhouse.folder)] if self.wheelhouse else []
 
 
-@contextmanager
-def _filled(folder: Path) -> Iterator[bool]:
-    """Whether a folder must be filled in this block. If that fails, nothing of it stays."""
+def _filled(folder: Path, fill: Callable[[], None]) -> None:
+    """Let a folder be filled, unless it is. If that fails, nothing of it stays."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     complete = folder / ".complete"
     with FileLock(f"{folder}.lock"):
         if complete.exists():
-            yield False
             return
         shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
         folder.mkdir()
         try:
-            yield True
+            fill()
             complete.touch()
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)

@@ -48,22 +48,6 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
     Raises:
         MatrixError: pins are missing or invalid, a cell has no tests, or the source doesn't fit the cells.
     """
-    environments, parts = _installation(options, axes, cells)
-    how = {"retry": getattr(options, "retry_failed", False), "fork": not getattr(options, "no_fork", True)}
-    jobs = []
-    for cell in cells:
-        tests = axes.tests_of(cell, options.suite)
-        if tests is None:
-            raise MatrixError(f"{axes.path.name} has no tests for {cell} in the suite {options.suite!r}")
-        both, attempt = (parts[cell.base], parts[cell.layer]), attempts.get(cell, 0) + 1
-        jobs.append(Job(cell, both, tests, environments, attempt, tuple(options.pytest), axes.known_of(cell), **how))
-    return jobs
-
-
-def _installation(
-    options: argparse.Namespace, axes: Axes, cells: Sequence[Cell]
-) -> tuple[Environments, dict[str, pins.Part]]:
-    """The folder of the environments of cells, and the parts to install there, by name."""
     wheelhouse = below = None
     if options.offline is not None:
         if options.latest:
@@ -75,7 +59,10 @@ def _installation(
         below.check(cells)
     parts = pins.of_cells(axes, cells, wheelhouse.folder / "pins" if wheelhouse else axes.pins, options.latest)
     if below is not None:
-        needless = wheelhouse.torch_alone if wheelhouse else pins.torch_alone(axes, cells, parts)
+        if wheelhouse is None:
+            needless = pins.torch_alone(axes, cells, parts)
+        else:
+            needless = {name: frozenset(part["torch_alone"]) for name, part in wheelhouse.parts.items()}
         parts |= below.without_installed(parts, needless)
     if wheelhouse is not None:
         parts |= wheelhouse.take(parts, cells)
@@ -84,7 +71,16 @@ def _installation(
         environments.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MatrixError(f"environments can't be kept in {environments.root}: {error.strerror}") from None
-    return environments, parts
+    how = {"retry": getattr(options, "retry_failed", False), "fork": not getattr(options, "no_fork", True)}
+    jobs = []
+    for cell in cells:
+        tests = axes.tests_of(cell, options.suite)
+        if tests is None:
+            raise MatrixError(f"{axes.path.name} has no tests for {cell} in the suite {options.suite!r}")
+        both, attempt = (parts[cell.base], parts[cell.layer]), attempts.get(cell, 0) + 1
+        known = tuple(one for one in axes.known if one.holds(cell))
+        jobs.append(Job(cell, both, tests, environments, attempt, tuple(options.pytest), known, **how))
+    return jobs
 
 
 def new_run(options: argparse.Namespace, store: Store, axes: Axes, cells: Sequence[Cell], /, **more: Any) -> str:

@@ -10,18 +10,10 @@ from typing import Any
 from packaging.version import Version
 
 from .cells import VERSIONED, Cell
-from .errors import MatrixError
 
 _VERSION = r"[0-9]{1,6}(\.[0-9]{1,6}){0,3}((a|b|rc)[0-9]{1,6})?(\.post[0-9]{1,6})?(\.dev[0-9]{1,8})?"
 #: The form of versions in requests. A plus sign that isn't escaped in a URL arrives as a space.
 VERSION = rf"^{_VERSION}([+ ][A-Za-z0-9]{{1,40}}([._-][A-Za-z0-9]{{1,40}}){{0,5}})?$"
-
-
-def checked(text: str) -> str:
-    """A version without its local part; raises `MatrixError` if it isn't one."""
-    if (found := parsed(text.replace(" ", "+"))) is None:
-        raise MatrixError(f"a release such as 5.9.0, 5.9, 5.9.0rc1 or 2.11.0+cu130, not {text[:100]!r}")
-    return found.public
 
 
 @lru_cache(10_000)

@@ -68,16 +68,6 @@ class Wheelhouse(BaseModel):
         except ValidationError as error:
             raise MatrixError(f"{path} isn't a manifest of this version: {error.errors()[0]['msg']}") from None
 
-    @property
-    def project(self) -> Path:
-        """The path of that wheel."""
-        return self.folder / self.wheel
-
-    @property
-    def torch_alone(self) -> dict[str, frozenset[str]]:
-        """For each base: torch, and the pins that only torch needs."""
-        return {name: frozenset(part["torch_alone"]) for name, part in self.parts.items()}
-
     def check(self, cells: Sequence[Cell], project: Path) -> None:
         """Raise a `MatrixError` if the folder was fetched for other cells, or for a different state of the tested project."""
         there = {path.stem for path in (self.folder / "pins").glob("*.txt")}
@@ -85,7 +75,7 @@ class Wheelhouse(BaseModel):
         if others:
             raise MatrixError(f"{self.folder} was fetched for other cells, without {one_and_more(others)}")
         try:
-            changed = differing(self.project, project)
+            changed = differing(self.folder / self.wheel, project)
         except (OSError, zipfile.BadZipFile):
             raise MatrixError(f"{self.folder} lacks {self.wheel} as it was fetched: fetch it again") from None
         if changed is not None:

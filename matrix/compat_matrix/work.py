@@ -68,11 +68,6 @@ class Job:
         return (*self.tests.command, *(self.arguments if self.tests.command[0] == "pytest" else ()))
 
     @property
-    def pins(self) -> str:
-        """The text of its requirement files."""
-        return "".join(part.text for part in self.parts)
-
-    @property
     def gpus(self) -> int:
         """The number of GPUs that it leases."""
         return self.tests.gpus if self.cell.device == "cuda" else 0
@@ -80,7 +75,8 @@ class Job:
     def result(self, verdict: Verdict, kind: Kind | None, reason: str, **more: Any) -> CellResult:
         """Its result; without further values, that of a cell that didn't start."""
         more = {"started": datetime.now(timezone.utc), "seconds": 0.0, **more}
-        return CellResult(self.cell, verdict, kind, reason, pins=self.pins, attempt=self.attempt, **more)
+        pins = "".join(part.text for part in self.parts)
+        return CellResult(self.cell, verdict, kind, reason, pins=pins, attempt=self.attempt, **more)
 
 
 class Cancelled(Exception):

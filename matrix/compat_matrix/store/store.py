@@ -8,7 +8,7 @@ import secrets
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from .foreign import check_schema
 from .models import CELL, FAILED, NODEID, PLANNED, RESULT, RUN, TEST
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """Results in a database; a context manager. Thread-safe.
 
     Each writing method is one transaction. Every method raises `MatrixError` if the database fails or has no such run.
@@ -67,9 +67,6 @@ class Store:
     def close(self) -> None:
         """Close the connections to the database."""
         self.engine.dispose()
-
-    def __enter__(self) -> Store:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -14,7 +14,7 @@ from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, WORD
 from ..errors import MatrixError
 from ..results import FINE, Output
 from ..store import Past, Store
-from ..versions import checked, parsed, related, release, same
+from ..versions import parsed, related, release, same
 from .explain import shims
 from .facts import CellState, Model, NamedCell, Shim
 
@@ -50,10 +50,10 @@ def wanted(axes: Mapping[str, str | None]) -> dict[str, str]:
             if value not in words[axis]:
                 raise MatrixError(f"{axis} is one of {', '.join(words[axis])}, not {value!r}")
         elif axis in AXES or not re.fullmatch(WORD, value):
-            try:
-                found[axis] = checked(value)
-            except MatrixError as error:
-                raise MatrixError(f"{axis} is {error}") from None
+            if (version := parsed(value.replace(" ", "+"))) is None:
+                form = "a release such as 5.9.0, 5.9, 5.9.0rc1 or 2.11.0+cu130"
+                raise MatrixError(f"{axis} is {form}, not {value[:100]!r}")
+            found[axis] = version.public
     return found
 
 
