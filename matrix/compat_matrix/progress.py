@@ -13,15 +13,8 @@ from rich.text import Text
 
 from .cells import Cell
 from .results import CellResult
+from .views.common import SIGNS, STYLES, counted, duration
 from .words import plural
-
-_SYMBOLS = {
-    "passed": ("✓", "green"),
-    "flaky": ("~", "magenta"),
-    "known": ("!", "blue"),
-    "failed": ("✗", "red"),
-    "not run": ("-", "yellow"),
-}
 
 
 class Progress(Live):
@@ -45,28 +38,21 @@ class Progress(Live):
         self._spent[result.cell] = result.seconds
         self.running.pop(result.cell, None)
         self.counts[result.verdict] += 1
-        symbol, style = _SYMBOLS[result.verdict]
-        line = Text(f"{symbol} {len(self._spent)}/{self.total} {result.cell} ")
-        line.append(f"{result.verdict}{f' ({result.kind})' if result.kind else ''}", style)
+        line = Text(f"{SIGNS[result.verdict]} {len(self._spent)}/{self.total} {result.cell} ")
+        line.append(f"{result.verdict}{f' ({result.kind})' if result.kind else ''}", STYLES[result.verdict])
         line.append(f" {result.seconds:.1f} s{f': {result.reason}' if result.reason else ''}")
         self.console.print(line, soft_wrap=True, highlight=False)
 
     def get_renderable(self) -> Table:
         """The table with the running cells."""
         table = Table.grid(padding=(0, 2))
-        counts = ", ".join(f"{self.counts[verdict]} {verdict}" for verdict in _SYMBOLS if self.counts[verdict])
         ended, to_go = len(self._spent), self.total - len(self._spent)
-        left = _clock(mean(self._spent.values()) * to_go / self.jobs) if self._spent else "?"
+        left = duration(mean(self._spent.values()) * to_go / self.jobs) if self._spent else "?"
         table.add_row(
-            f"{ended} of {plural(self.total, 'cell')}{': ' * bool(counts)}{counts}",
+            f"{ended} of {plural(self.total, 'cell')}{f': {counted(self.counts)}' if ended else ''}",
             f"{len(self.running)} running, {to_go - len(self.running)} to go",
-            f"{_clock(time.monotonic() - self._began)} so far, {left} left",
+            f"{duration(time.monotonic() - self._began)} so far, {left} left",
         )
         for cell, since in list(self.running.items()):
-            table.add_row(f"  {cell}", _clock(time.monotonic() - since), "")
+            table.add_row(f"  {cell}", duration(time.monotonic() - since), "")
         return table
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02}"

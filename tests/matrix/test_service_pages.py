@@ -28,13 +28,13 @@ from compat_matrix.axes import load
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.pages import report
-from compat_matrix.pages.ask import STATES
 from compat_matrix.pages.render import Links
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import Settings
 from compat_matrix.store import Run, Store, documents, inserts, submissions
 from compat_matrix.store.models import SUBMISSION
+from compat_matrix.views.common import SIGNS
 
 HOSTILE = (
     "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x1b[31mred\x1b]0;t\x07\x00\x1b[2J\udc80\u202e{{7*7}}"
@@ -270,7 +270,7 @@ def test_no_state_is_told_by_colour_alone(demo: tuple[Get, service_demo.Demo, St
         assert word.strip()
         signs.setdefault(sign, set()).add(state)
     assert {sign: states for sign, states in signs.items() if len(states) > 1} == {}
-    assert signs.keys() == set(STATES.values())
+    assert signs.keys() == set(SIGNS.values())
 
 
 def test_counts_and_facets(demo: tuple[Get, service_demo.Demo, Store]) -> None:

@@ -304,8 +304,8 @@ def test_diff(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     assert re.search(rf"Broke: 1\n  {broke} +ok -> SEAM  f is gone\n", shown)
     assert re.search(rf"Mended: 1\n  {mended} +TEST 1 -> ok\n", shown)
-    assert re.search(rf"Ended in another way: 1\n  {changed} +IMPORT -> CRASH  ended by signal 11\n", shown)
-    assert re.search(rf"New: 1\n  {NEW[2]} +not there -> TEST 1", shown)
+    assert re.search(rf"Changed: 1\n  {changed} +IMPORT -> CRASH  ended by signal 11\n", shown)
+    assert re.search(rf"Appeared: 1\n  {NEW[2]} +not there -> TEST 1", shown)
     assert re.search(rf"Gone: 1\n  {gone} +ok -> not run", shown)
     assert f"failed both times: 1\n  {tests}\n    tests/test_it.py::test_c\n" in shown
 

@@ -7,20 +7,9 @@ from collections.abc import Iterable, Mapping
 from ..cells import Cell
 from ..errors import MatrixError
 from ..versions import release
+from ..views.common import SIGNS
 from ..views.verdicts import Closeness, Verdict, wanted
 
-#: The states of a cell, each with a sign that doesn't depend on colour.
-STATES = {
-    "passed": "✓",
-    "flaky": "~",
-    "known": "!",
-    "wrong": "≠",
-    "failed": "✗",
-    "refused": "⊘",
-    "not run": "○",
-    "running": "◐",
-    "waiting": "…",
-}
 #: Stands for every value of a facet.
 ALL = "all"
 
@@ -71,8 +60,8 @@ def read(given: Iterable[tuple[str, str]], own: Iterable[str] = ()) -> dict[str,
         if len(value) > 500:
             raise MatrixError(f"{name} is longer than 500 characters")
         filters[name] = value.strip()
-    if filters["state"] and filters["state"] not in STATES:
-        raise MatrixError(f"{filters['state']!r} isn't a state; the states are {', '.join(STATES)}")
+    if filters["state"] and filters["state"] not in SIGNS:
+        raise MatrixError(f"{filters['state']!r} isn't a state; the states are {', '.join(SIGNS)}")
     return filters
 
 

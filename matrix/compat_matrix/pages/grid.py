@@ -11,7 +11,7 @@ from ..errors import MatrixError
 from ..store import Past, Run, Summary
 from ..versions import related
 from ..views import common
-from .ask import ALL, STATES, minor
+from .ask import ALL, minor
 
 _SHORT = {"none": "no FA", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "torch": "torch's FA"}
 
@@ -23,7 +23,7 @@ Filters = Mapping[str, str]
 class Entry(NamedTuple):
     """The state of a cell."""
 
-    state: str  # one of `STATES`
+    state: str  # one of `common.SIGNS`
     word: str  # in the grid, such as how it failed
     running: bool  # it runs now
     past: Past | None  # its newest result or plan; None if no run has planned it
@@ -168,7 +168,7 @@ def facet(cell: Cell) -> Facet:
 
 def groups(own: Mapping[Cell, Entry]) -> list[tuple[str, str, str, list[Cell]]]:
     """The reasons for the cells' states, failures and the most frequent first: state, word, reason and cells. Passing needs none."""
-    states = [*STATES]
+    states = [*common.SIGNS]
     found: dict[tuple[bool, int, str, str], list[Cell]] = {}
     for cell in common.ordered(cell for cell, one in own.items() if one.reason):
         one = own[cell]

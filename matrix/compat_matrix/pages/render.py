@@ -107,7 +107,7 @@ def environment() -> Environment:
     made.filters |= {one.__name__: one for one in (common.moment, common.duration, common.counted, plural)}
     made.filters["shell"] = shlex.join
     made.globals |= {"one_line": common.one_line, "kernel_name": common.kernel_name, "KERNELS": common.KERNELS}
-    made.globals |= {"SIGNS": ask.STATES, "FIELDS": ask.FIELDS}
+    made.globals |= {"SIGNS": common.SIGNS, "FIELDS": ask.FIELDS}
     made.globals |= {"HEADLINES": ask.HEADLINES, "CLOSENESS": ask.CLOSENESS}
     made.globals |= {"grid_cell": _grid_cell, "entry_of": lambda *past: entry(Past(*past))}
     return made
@@ -129,9 +129,9 @@ def _grid_cell(address: str, cell: Cell, entry: Entry) -> Markup:
         tag = "a"
         label = f"{word}{day}{', running' if also else ''}: {_label(cell)}"
         about = f' href="{escape(address)}" aria-label="{label}"'
-    running = f' <b class="running">{ask.STATES["running"]}</b>' if also else ""
+    running = f' <b class="running">{common.SIGNS["running"]}</b>' if also else ""
     small = f"<small>{day}</small>" if day else ""
-    sign = f'<i aria-hidden="true">{ask.STATES[entry.state]}</i>'
+    sign = f'<i aria-hidden="true">{common.SIGNS[entry.state]}</i>'
     return Markup(f'<{tag} class="c {look}"{about} title="{hint}">{sign} {word}{running}{small}</{tag}>')
 
 

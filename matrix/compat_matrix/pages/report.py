@@ -166,7 +166,7 @@ def answers(newest: Sequence[Past], links: Links) -> str:
         "order": in_order([*ORDER, *ask.own_axes(one.cell for one in newest)]),
         "headlines": ask.HEADLINES,
         "closeness": ask.CLOSENESS,
-        "signs": ask.STATES,
+        "signs": common.SIGNS,
     }
     return f"const MATRIX = {json.dumps(data)};\n".replace("<", "\\u003c")
 

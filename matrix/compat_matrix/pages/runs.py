@@ -25,7 +25,7 @@ def of_one(store: Store, run: Run, active: Sequence[Running] = (), can: str = ""
 
 def changes(store: Store, two: tuple[Run, Run] | None) -> dict[str, Any]:
     """The values of the page with the changes between two runs."""
-    return {"diff": two and diff.compare(store, two[0].id, two[1].id), "titles": diff.TITLES}
+    return {"diff": two and diff.compare(store, two[0].id, two[1].id), "lists": diff.LISTS}
 
 
 def last_two(store: Store, runs: Sequence[Run]) -> tuple[Run, Run] | None:

@@ -44,7 +44,20 @@ STYLES = {
     "excluded": "dim",
 }
 
-#: The words for states in a terminal that aren't the state's own.
+#: The states of a cell on the pages, each with a sign that doesn't depend on colour.
+SIGNS = {
+    "passed": "✓",
+    "flaky": "~",
+    "known": "!",
+    "wrong": "≠",
+    "failed": "✗",
+    "refused": "⊘",
+    "not run": "○",
+    "running": "◐",
+    "waiting": "…",
+}
+
+#: The words for states that aren't the state's own.
 _WORDS = {"passed": "ok", "unfinished": "open", "excluded": "-"}
 
 T = TypeVar("T")
@@ -65,11 +78,6 @@ def aligned(rows: Collection[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def width() -> int:
-    """The width of the terminal; unlimited if stdout isn't one."""
-    return Console().width if sys.stdout.isatty() else 100_000
-
-
 def show(lines: Iterable[Text]) -> None:
     """Print lines without wrapping, in colour if the terminal supports it."""
     console = Console(highlight=False)
@@ -82,9 +90,8 @@ def show(lines: Iterable[Text]) -> None:
 
 def word(summary: Summary) -> str:
     """A word or two for the state of a cell: of a failed one how it failed."""
-    state = summary.state
-    if state != "failed":
-        return "ok" if state == "passed" else state
+    if summary.state != "failed":
+        return _WORDS.get(summary.state, summary.state)
     bad = summary.failed + summary.error
     kind = summary.kind or "failed"
     return "install" if kind == "installation" else f"test {bad}" if kind == "test" and bad else kind
@@ -92,8 +99,7 @@ def word(summary: Summary) -> str:
 
 def look(summary: Summary) -> tuple[str, str]:
     """The word for a cell in a terminal, and its style."""
-    state = summary.state
-    return word(summary).upper() if state == "failed" else _WORDS.get(state, state), STYLES[state]
+    return word(summary).upper() if summary.state == "failed" else word(summary), STYLES[summary.state]
 
 
 def kind(cell: Cell) -> Kind:

@@ -20,14 +20,8 @@ T = TypeVar("T")
 #: The number of runs, up to the old one, from which the noise of figures is known.
 _RUNS = 50
 
-#: The lists of `Changes`, as they are shown.
-TITLES = {
-    "broke": "Broke",
-    "mended": "Mended",
-    "changed": "Ended in another way",
-    "appeared": "New",
-    "gone": "Gone",
-}
+#: The lists of cells in `Changes`, as they are shown.
+LISTS = ("broke", "mended", "changed", "appeared", "gone")
 
 
 def compare(store: Store, old: str, new: str) -> Changes:
@@ -103,10 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(found: Changes) -> Iterator[Text]:
-    lists: dict[str, list[CellChange]] = {name: getattr(found, name) for name in TITLES}
+    lists: dict[str, list[CellChange]] = {name: getattr(found, name) for name in LISTS}
     width = max((len(change.cell.name) for changes in lists.values() for change in changes), default=0)
     for name, changes in lists.items():
-        yield from common.section(f"{TITLES[name]}: {len(changes)}", (_change_line(one, width) for one in changes))
+        title = f"{name.capitalize()}: {len(changes)}"
+        yield from common.section(title, (_change_line(one, width) for one in changes))
     for word, tests in (("broke", found.tests_broke), ("were mended", found.tests_mended)):
         names: list[str | Text] = []
         for cell, own in tests.items():

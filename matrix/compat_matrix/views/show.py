@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from rich.console import Console
 from rich.text import Span, Text
 
 from ..cells import Cell
@@ -65,12 +67,13 @@ def _chosen(name: str, run: str, figures: Mapping[Cell, Sequence[Figure]]) -> di
 
 def _grids(looks: Mapping[Cell, tuple[str, str]]) -> Iterator[Text]:
     """The lines of the tables, each split into parts below each other if the terminal is too narrow for its columns."""
+    width = Console().width if sys.stdout.isatty() else 100_000
     for title, columns, rows in common.blocks(looks, lambda look: look[0] != "-"):
         names = [f"torch {column or '-'}" for column in columns]
         table = [(release, [look or ("", "") for look in some]) for release, some in rows]
         head = max(len("transformers"), *(len(release) for release, _ in rows))
         each = max(*map(len, names), *(len(text) for _, cells in table for text, _ in cells))
-        fit = max(1, (common.width() - head) // (each + 2))
+        fit = max(1, (width - head) // (each + 2))
         yield from (Text(), Text(title, "bold"))
         for at in range(0, len(columns), fit):
             yield Text("  ".join(f"{text:{each}}" for text in [f"{'transformers':{head}}", *names[at : at + fit]]))
