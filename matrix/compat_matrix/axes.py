@@ -32,7 +32,7 @@ from pydantic import (
 
 from kernel_compat import releases
 
-from .cells import AXES, LONGEST, WORD, Cell, shard, values_of
+from .cells import AXES, LONGEST, WORD, Cell, Device, FlashAttention, shard, values_of
 from .errors import MatrixError
 from .expressions import Expression, is_release, release
 
@@ -123,8 +123,8 @@ class Values(_Table):
     python: Distinct[Annotated[str, Field(pattern=r"^[0-9]\.[0-9]{1,3}$")]]
     transformers: Annotated[Releases, _supported(releases.TRANSFORMERS)] = [""]
     torch: Annotated[Releases, _supported(releases.TORCH)] = [""]
-    flash_attention: Distinct[Literal["none", "fa2", "fa3", "fa4", "torch"]] = ["none"]
-    device: Distinct[Literal["cpu", "cuda"]] = ["cpu"]
+    flash_attention: Distinct[FlashAttention] = ["none"]
+    device: Distinct[Device] = ["cpu"]
 
     @model_validator(mode="after")
     def _names_are_short(self) -> Values:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 from .errors import MatrixError
 
@@ -15,8 +15,10 @@ from .errors import MatrixError
 AXES = ("python", "transformers", "torch", "flash_attention", "device")
 VERSIONED = AXES[:3]
 
-FLASH_ATTENTION = ("none", "fa2", "fa3", "fa4", "torch")
-DEVICES = ("cpu", "cuda")
+FlashAttention = Literal["none", "fa2", "fa3", "fa4", "torch"]
+Device = Literal["cpu", "cuda"]
+#: The values of the axes that always have these words.
+WORDS: Mapping[str, tuple[str, ...]] = {"flash_attention": get_args(FlashAttention), "device": get_args(Device)}
 
 #: A release as a value of an axis.
 VERSION = r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,4}"

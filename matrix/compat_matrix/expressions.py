@@ -11,7 +11,7 @@ from typing import Any
 from lark import Lark, Token, Tree
 from lark.exceptions import UnexpectedInput, UnexpectedToken
 
-from .cells import AXES, DEVICES, FLASH_ATTENTION, VERSION, VERSIONED, Cell
+from .cells import AXES, VERSION, VERSIONED, WORDS, Cell
 from .errors import MatrixError
 
 _GRAMMAR = r"""
@@ -36,7 +36,6 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     **{">=": operator.ge, "<=": operator.le, "==": operator.eq},
     **{"!=": operator.ne, ">": operator.gt, "<": operator.lt},
 }
-_WORDS: Mapping[str, Collection[str]] = {"flash_attention": FLASH_ATTENTION, "device": DEVICES}
 
 #: The largest number of conditions inside one another.
 _DEEPEST = 100
@@ -102,7 +101,7 @@ class Expression:
     def _one(self, axis: str, sign: str, value: str) -> _Holds:
         value = value.strip("\"'")
         compare = _COMPARE[sign]
-        words = _WORDS.get(axis) or (self._own or {}).get(axis, ())
+        words = WORDS.get(axis) or (self._own or {}).get(axis, ())
         if axis in VERSIONED or all(map(is_release, words or [value])):
             theirs = release(value, axis)
 

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from compat_matrix import versions
-from compat_matrix.cells import DEVICES, FLASH_ATTENTION, NAME, WORD, Cell, parse, shard
+from compat_matrix.cells import NAME, WORD, WORDS, Cell, parse, shard
 from compat_matrix.errors import MatrixError
 
 minors = st.builds("{}.{}".format, st.integers(0, 9), st.integers(0, 40))
@@ -21,8 +21,8 @@ every_cell = st.builds(
     pythons,
     releases | missing,
     releases | missing,
-    st.sampled_from(FLASH_ATTENTION),
-    st.sampled_from(DEVICES),
+    st.sampled_from(WORDS["flash_attention"]),
+    st.sampled_from(WORDS["device"]),
     own,
 )
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compat_matrix.cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, Cell
+from compat_matrix.cells import AXES, VERSIONED, WORDS, Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.expressions import Expression
 
@@ -21,11 +21,11 @@ versions = st.one_of(
 )
 OWN = {"backend": ["gloo", "nccl"], "peft": ["0.17", "0.18"]}
 full = st.builds("{}.{}.{}".format, numbers, numbers, numbers)
-cells = st.builds(Cell, full, full, full, st.sampled_from(FLASH_ATTENTION), st.sampled_from(DEVICES))
+cells = st.builds(Cell, full, full, full, st.sampled_from(WORDS["flash_attention"]), st.sampled_from(WORDS["device"]))
 
 
 def value_of(axis: str) -> st.SearchStrategy[str]:
-    return {"flash_attention": st.sampled_from(FLASH_ATTENTION), "device": st.sampled_from(DEVICES)}.get(axis, versions)
+    return st.sampled_from(WORDS[axis]) if axis in WORDS else versions
 
 
 @st.composite

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..axes import load
-from ..cells import DEVICES, Cell, values_of
+from ..cells import WORDS, Cell, values_of
 from ..errors import MatrixError
 from ..words import plural
 
@@ -38,7 +38,8 @@ def emit(options: argparse.Namespace) -> int:
     """Print a matrix for each device as JSON; returns the exit code."""
     axes = load(options.axes)
     cells = axes.select(options.only, options.cells, options.pairwise, options.shard)
-    print(json.dumps({name: {"include": jobs([one for one in cells if one.device == name])} for name in DEVICES}))
+    found = {name: {"include": jobs([one for one in cells if one.device == name])} for name in WORDS["device"]}
+    print(json.dumps(found))
     return 0
 
 

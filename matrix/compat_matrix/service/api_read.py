@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.exceptions import HTTPException
 
-from ..cells import NAME, WORD
+from ..cells import NAME, WORD, Device, FlashAttention
 from ..errors import MatrixError
 from ..pages import logs
 from ..pages.render import environment
@@ -45,8 +45,6 @@ router = APIRouter(
 #: `wanted` checks it.
 Version = Annotated[str, WithJsonSchema({"type": "string", "pattern": VERSION, "maxLength": 100})]
 Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
-Kernel = Literal["none", "fa2", "fa3", "fa4", "torch"]
-Device = Literal["cpu", "cuda"]
 _RUN = "A run's id or its beginning, its label, latest or latest~1."
 RunPath = Annotated[str, Path(min_length=1, max_length=100, description=_RUN)]
 CellPath = Annotated[str, Path(pattern=f"^{NAME}$", description="As py312-tf5.23-torch2.15-fa4-cuda.")]
@@ -91,7 +89,7 @@ class _WithOwn(BaseModel):
 class _Combination(_WithOwn):
     transformers: Version | None = Field(None, description="A release such as 5.9.0, or 5.9 for any of its patches.")
     torch: Version | None = Field(None, description="As transformers; what follows a plus sign makes no difference.")
-    flash_attention: Kernel | None = Field(None, alias="flash_attn", description="Which FlashAttention.")
+    flash_attention: FlashAttention | None = Field(None, alias="flash_attn", description="Which FlashAttention.")
     python: Version | None = Field(None, description="Such as 3.12.")
     device: Device | None = None
     limit: int = Field(5, ge=1, le=100, description="Of the tested combinations in the answer.")
@@ -102,7 +100,7 @@ class _CellPage(_Page, _WithOwn):
     python: Release | None = Field(None, description="As in the names of cells.")
     transformers: Release | None = None
     torch: Release | None = None
-    flash_attention: Kernel | None = None
+    flash_attention: FlashAttention | None = None
     device: Device | None = None
     state: State | None = None
     kind: Kind | None = None

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from ..cells import AXES, DEVICES, FLASH_ATTENTION, VERSIONED, WORD
+from ..cells import AXES, VERSIONED, WORD, WORDS
 from ..errors import MatrixError
 from ..results import FINE, Output
 from ..store import Past, Store
@@ -43,12 +43,11 @@ def wanted(axes: Mapping[str, str | None]) -> dict[str, str]:
     Raises:
         MatrixError: an axis never has this value.
     """
-    words = {"flash_attention": FLASH_ATTENTION, "device": DEVICES}
     found = {axis: value for axis in (*AXES, *sorted(axes.keys() - {*AXES})) if (value := axes.get(axis)) is not None}
     for axis, value in found.items():
-        if axis in words:
-            if value not in words[axis]:
-                raise MatrixError(f"{axis} is one of {', '.join(words[axis])}, not {value!r}")
+        if axis in WORDS:
+            if value not in WORDS[axis]:
+                raise MatrixError(f"{axis} is one of {', '.join(WORDS[axis])}, not {value!r}")
         elif axis in AXES or not re.fullmatch(WORD, value):
             if (version := parsed(value.replace(" ", "+"))) is None:
                 form = "a release such as 5.9.0, 5.9, 5.9.0rc1 or 2.11.0+cu130"
