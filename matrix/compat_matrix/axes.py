@@ -114,10 +114,9 @@ class _Conditional(_Table):
         return self.when is None or self.when(cell)
 
 
-class Values(_Table):
+class Values(_Table, extra="allow"):
     """The values of each axis, in the order in which they are run and shown. Other names are axes of the project's own."""
 
-    model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[OwnAxis, OwnValues] = Field(init=False)
 
     python: Distinct[Annotated[str, Field(pattern=r"^[0-9]\.[0-9]{1,3}$")]]

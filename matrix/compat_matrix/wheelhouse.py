@@ -21,7 +21,7 @@ from zlib import crc32
 from packaging.tags import compatible_tags, cpython_tags
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from kernel_compat_atlas.index import File, Index
 
@@ -40,15 +40,13 @@ _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+!-]*"
 Name = Annotated[str, StringConstraints(pattern=rf"\A{_NAME}\z")]
 
 
-class Wheelhouse(BaseModel):
+class Wheelhouse(BaseModel, frozen=True):
     """A folder that `fetch` has written: files, the pins of its bases and layers in the folder ``pins``, and ``manifest.json``.
 
     Attributes:
         wheel: the file name of the tested project's wheel.
         parts: for each base and layer, in ``torch_alone``: torch, and the pins that only torch needs; none in a layer.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     folder: Path = Field(default=Path(), exclude=True)
     version: Literal[1, 2] = 2

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.exceptions import HTTPException
 
 from ..cells import NAME, WORD, Device, FlashAttention
@@ -52,10 +52,8 @@ AxisPath = Annotated[str, Path(pattern=f"^{WORD}$", description="The name of an 
 BadgeValue = Annotated[str, Path(pattern=r"^[a-z0-9._]{1,40}$", description="As in the names of cells.")]
 
 
-class _Asked(BaseModel):
+class _Asked(BaseModel, extra="forbid"):
     """Refuses an unknown parameter: ignoring it would return an answer to a different question."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class _Page(_Asked):
@@ -72,10 +70,8 @@ class _Page(_Asked):
         return _json(Cells(next=str(end) if len(found) > end else None, cells=states))
 
 
-class _WithOwn(BaseModel):
+class _WithOwn(BaseModel, extra="allow"):
     """Further parameters are the project's own axes, such as ``peft=0.18``."""
-
-    model_config = ConfigDict(extra="allow")
 
     def given(self, site: Site) -> dict[str, str]:
         """The values that a cell must have; a further parameter that isn't an own axis is refused."""

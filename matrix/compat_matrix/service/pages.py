@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
@@ -78,9 +78,7 @@ def the_home(request: Request, site: Current) -> Response:
     return _shown(request, "home", **values)
 
 
-class _Asked(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _Asked(BaseModel, extra="forbid"):
     run: str = ""
     attempt: int | None = Field(None, ge=1, lt=10**9)
     live: str = ""

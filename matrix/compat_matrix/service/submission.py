@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints
 
 from ..cells import LONGEST, NAME
 
 CellName = Annotated[str, StringConstraints(pattern=f"^{NAME}$", max_length=LONGEST)]
 
 
-class Submission(BaseModel):
+class Submission(BaseModel, extra="forbid", frozen=True, strict=True):
     """A request to create a run of cells of the served axes: of `only`, of `cells`, or of all."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     only: Annotated[str, StringConstraints(min_length=1, max_length=2_000)] | None = None
     cells: Annotated[list[CellName], Field(max_length=20_000)] = []

@@ -175,8 +175,15 @@ class Store(AbstractContextManager["Store"]):
         """
         order = () if brief else (RUN.c.id, PLANNED.c.position)
         query = queries.summary(brief=brief).where(queries.of_run(run)).order_by(*order)
+        found: dict[Cell, Summary] = {}
+        number = 0
         with self.reading() as connection:
-            found = _counting(connection, query)
+            for rows in connection.execute(query).partitions(1000):  # all at once, garbage collection would take long
+                found.update(map(queries.summary_of, rows))
+                number += len(rows)
+            if len(found) < number:  # several parts have a cell
+                again = query.order_by(None).order_by(*queries.COUNTS_LAST)
+                found.update(map(queries.summary_of, connection.execute(again)))
             if not found:
                 inserts.key(connection, run)
         return found
@@ -359,18 +366,6 @@ class Store(AbstractContextManager["Store"]):
         """A writing transaction."""
         with database.explained(self.name), self._writing.begin() as connection:
             yield connection
-
-
-def _counting(connection: Connection, query: Select[Any]) -> dict[Cell, Summary]:
-    """The summaries that count, of the rows of `queries.summary` for one run."""
-    found: dict[Cell, Summary] = {}
-    number = 0
-    for rows in connection.execute(query).partitions(1000):  # all at once, garbage collection would take long
-        found.update(map(queries.summary_of, rows))
-        number += len(rows)
-    if len(found) < number:  # several parts have a cell
-        found.update(map(queries.summary_of, connection.execute(query.order_by(None).order_by(*queries.COUNTS_LAST))))
-    return found
 
 
 def _failed(connection: Connection, run: str) -> dict[Cell, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, JsonValue, PlainSerializer, TypeAdapter
+from pydantic import BaseModel, Field, InstanceOf, JsonValue, PlainSerializer, TypeAdapter
 
 from ..cells import AXES, Cell
 from ..results import CellResult, Figure, Kind, Outcome, Output
@@ -33,10 +33,8 @@ Object = Annotated[Mapping[str, Any], PlainSerializer(plain, return_type=dict[st
 NamedCell = Annotated[Cell, PlainSerializer(lambda cell: clean(cell.name), return_type=str)]
 
 
-class Model(BaseModel):
+class Model(BaseModel, from_attributes=True):
     """Made of an object's attributes, or of values by name."""
-
-    model_config = ConfigDict(from_attributes=True)
 
 
 @dataclass(frozen=True, kw_only=True)
