@@ -1,7 +1,5 @@
 """Words of messages, and printable text."""
 
-from __future__ import annotations
-
 import re
 
 from kernel_compat_atlas.words import plural

@@ -1,7 +1,5 @@
 """The results of cells in a database: SQLite by default, PostgreSQL, or any other with a dialect in SQLAlchemy."""
 
-from __future__ import annotations
-
 from ..results import Measured, Past, Run, State, Summary
 from .store import Store
 

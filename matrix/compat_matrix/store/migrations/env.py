@@ -1,7 +1,5 @@
 """alembic's environment; `compat_matrix.store.database` passes the connection, with an open transaction."""
 
-from __future__ import annotations
-
 from alembic import context
 
 from compat_matrix.store import database

@@ -1,7 +1,5 @@
 """The SQL of the revisions, written for SQLite."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

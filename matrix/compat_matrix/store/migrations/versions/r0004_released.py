@@ -1,7 +1,5 @@
 """The schema of 0.1.0 and 0.2.0."""
 
-from __future__ import annotations
-
 from compat_matrix.store.migrations import statements
 
 revision = "0004"

@@ -1,7 +1,5 @@
 """Runs wait for a service as a whole, or are parts of one; axes of a project's own; newest results; figures."""
 
-from __future__ import annotations
-
 from compat_matrix.store.migrations import statements
 
 revision = "0009"
