@@ -1,7 +1,5 @@
 """The command line as data: every argument, and the commands with theirs. Nothing that a command needs is imported for it."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

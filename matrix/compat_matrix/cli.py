@@ -1,7 +1,5 @@
 """The command ``kernel-compat-matrix``."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import importlib

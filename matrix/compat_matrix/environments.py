@@ -1,7 +1,5 @@
 """Environments of cells: a virtual environment for each base, a folder for each layer, created once for the same pins."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Fingerprints of projects, to tell whether two checkouts are the same."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Leases of GPUs: a device is used by one cell at a time, across all processes on this machine."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading

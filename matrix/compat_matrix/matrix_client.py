@@ -1,7 +1,5 @@
 """The client of a matrix service: ask for its verdict on an environment, as ``kernel-compat-matrix check`` does."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

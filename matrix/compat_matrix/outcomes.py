@@ -1,7 +1,5 @@
 """From pytest's output to the verdict on a cell: the outcomes of its tests, and the kind of failure."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Processes of cells: each is a fork of a Python that may have imported torch, and ends with the runner, however that ends."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The progress of a run: a live table in a terminal, elsewhere a line per cell."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from statistics import mean

@@ -4,8 +4,6 @@ Load it with ``-p compat_matrix.pytest_plugin``. It isn't registered as an entry
 project that has this package installed. Without the ini option ``kernel_compat_service`` it asks no service and imports nothing else.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from .cell.kernel_compat_cell import figure

@@ -1,7 +1,5 @@
 """Running cells as tasks of a Ray cluster. Ray schedules them, and repeats those of a lost node."""
 
-from __future__ import annotations
-
 import functools
 import ipaddress
 import logging

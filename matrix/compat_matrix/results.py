@@ -1,7 +1,5 @@
 """The results of cells, and the runs that they are from."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from collections.abc import Mapping

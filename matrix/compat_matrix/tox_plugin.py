@@ -1,7 +1,5 @@
 """A tox plugin: `tox -e py311-tf5.23-torch2.15` runs that cell in the same environment as `kernel-compat-matrix run`."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Comparing a version that a user typed, such as 5.9, with one that a result reports, such as 5.9.1."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import lru_cache

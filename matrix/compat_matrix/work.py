@@ -1,7 +1,5 @@
 """Running one cell: its environments, its process, its result. A `Job` can be sent to another process or machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

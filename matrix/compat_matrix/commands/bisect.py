@@ -1,7 +1,5 @@
 """``kernel-compat-matrix bisect``: find the first release that broke a test or a shim, running as few cells as possible."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable, Sequence

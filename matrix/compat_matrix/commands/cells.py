@@ -1,7 +1,5 @@
 """``kernel-compat-matrix list`` and ``emit``: print the cells, and as strategy matrices for GitHub Actions."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """``kernel-compat-matrix pin`` and ``fetch``: resolve the packages of cells, and fetch them for machines without a network."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

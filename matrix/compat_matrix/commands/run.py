@@ -1,7 +1,5 @@
 """``kernel-compat-matrix run``: run cells and store their results."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 

@@ -1,7 +1,5 @@
 """The commands on the runs of a store: ``runs``, ``export``, ``merge``, ``cancel``, ``delete`` and ``prune``."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone

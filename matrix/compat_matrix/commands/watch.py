@@ -1,7 +1,5 @@
 """``kernel-compat-matrix watch``: find new releases, scan them for the atlas, run the cells they affect, and report."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -1,7 +1,5 @@
 """The first page's parameters: the filters of the grid, and the question *does my combination work?*, whose form `ask.js` reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from ..cells import Cell

@@ -1,7 +1,5 @@
 """The first page: the state of each cell, the facets to choose from, and the reasons."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple

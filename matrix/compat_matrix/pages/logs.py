@@ -1,7 +1,5 @@
 """The log of a result, read in pieces: it may be larger than a page or than the memory."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Iterator
 

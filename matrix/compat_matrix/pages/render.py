@@ -1,7 +1,5 @@
 """The templates, the addresses in them, and the files that they load."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

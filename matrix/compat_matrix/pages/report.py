@@ -1,7 +1,5 @@
 """``kernel-compat-matrix report``: write the pages as files, which need neither a server nor a network."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The pages of runs: one run, and the changes between two."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The last stored atlas as a timeline: a column per release, a row per seam."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

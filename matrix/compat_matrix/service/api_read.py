@@ -1,7 +1,5 @@
 """The reading API: which releases work, and the evidence."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

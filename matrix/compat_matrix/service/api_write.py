@@ -1,7 +1,5 @@
 """The writing API: runs are submitted, uploaded, cancelled, retried and deleted. Every request needs a token."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

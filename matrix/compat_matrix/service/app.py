@@ -1,7 +1,5 @@
 """The application: the API and the pages over one store."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

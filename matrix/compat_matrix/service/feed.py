@@ -1,7 +1,5 @@
 """An Atom feed: cells that failed after they had passed, and the reports of `watch` on new releases."""
 
-from __future__ import annotations
-
 import json
 import re
 import uuid

@@ -1,7 +1,5 @@
 """Which requests are refused and how, and the headers of responses."""
 
-from __future__ import annotations
-
 import base64
 import logging
 import secrets

@@ -1,7 +1,5 @@
 """The service's metrics for Prometheus."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The pages of the service, and the forms that submit, cancel and retry runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any

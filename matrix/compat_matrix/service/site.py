@@ -1,7 +1,5 @@
 """What pages and the API share: the version of what they show, its runs and cells by name, and the runs that are submitted."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import re

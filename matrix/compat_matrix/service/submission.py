@@ -1,7 +1,5 @@
 """The runs that clients submit: the requests, and the responses to them. `executing` executes them."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Annotated
 

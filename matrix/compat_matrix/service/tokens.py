@@ -1,7 +1,5 @@
 """The tokens of a service, and ``kernel-compat-matrix token``. Only digests are stored: reading the database reveals no token."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

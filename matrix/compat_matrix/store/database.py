@@ -1,7 +1,5 @@
 """The database of a store: connecting, its schema, and its errors."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Documents by name, and the releases that were seen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import Any

@@ -1,7 +1,5 @@
 """Reading another store, which may be from anywhere: every part of it is checked."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Iterator

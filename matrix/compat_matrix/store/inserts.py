@@ -1,7 +1,5 @@
 """The store's inserts, in the caller's transaction."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping

@@ -3,8 +3,6 @@
 A change of them is a further revision there: a file of SQL and a module with its name; and another `database.HEAD`.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone

@@ -1,7 +1,5 @@
 """The statements by which a store is read, and the objects made from their rows."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Deleting runs, and what only they used."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from sqlalchemy import Connection, delete, except_, select, update

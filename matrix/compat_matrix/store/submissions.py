@@ -1,7 +1,5 @@
 """Submitted runs: they wait until a service executes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from datetime import datetime

@@ -1,7 +1,5 @@
 """The proofs of every model type on every release of transformers, from the table that ships with the library."""
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Shared parts of the views: words for results, the order of versions, the grid, and printable text."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """``kernel-compat-matrix compatibility``: write a Markdown document of the combinations that work, with the shims."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby

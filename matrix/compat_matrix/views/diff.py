@@ -1,7 +1,5 @@
 """``kernel-compat-matrix diff``: show the changes from one run to another. Exits with 1 if something broke."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Mapping
 from typing import TypeVar

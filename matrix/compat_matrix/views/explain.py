@@ -1,7 +1,5 @@
 """``kernel-compat-matrix explain``: show everything that is stored about one cell."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

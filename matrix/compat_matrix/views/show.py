@@ -1,7 +1,5 @@
 """``kernel-compat-matrix show``: show a run as a grid."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

@@ -3,8 +3,6 @@
 docs/matrix-results.md has the rule.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
