@@ -1,8 +1,8 @@
 """Whether the service's readers wait while it executes runs and takes uploads, with 100,000 results in its store, on 2 cores.
 
 Run by hand: python benchmarks/service_load.py [sqlite] [postgresql] [--seconds 60] [--think 1.0]. It needs
-kernel-compat-matrix[service,postgres], aiohttp, Debian's postgresql and 1 GB of disk in the temporary folder. The service is one
-process with nothing configured. 50 readers ask for the first page, cells, runs and the API in turn, with a pause of `--think` seconds: first
+kernel-compat-matrix[service,postgres], aiohttp, Debian's postgresql and 1 GB of disk in the temporary folder. Nothing of the service is
+configured: two processes answer on two cores. 50 readers ask for the first page, cells, runs and the API in turn, with a pause of `--think` seconds: first
 alone, then while the service runs cells of 300 tests, then while stores of 168 such results are uploaded one after the other. This
 process takes its part of the same cores.
 """

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -364,6 +365,28 @@ def one_by_one(model: Any) -> list[list[int]]:
     return sorted(made)
 
 
+@contextmanager
+def starting_with_requests() -> Iterator[None]:
+    """Batching starts once the requests are there.
+
+    Up to 5.16 asynchronous batching ends with an error, and no result, if its thread is faster: huggingface/transformers#48303.
+    """
+    module = importlib.import_module("transformers.generation.continuous_batching.continuous_api")
+    manager = module.ContinuousBatchingManager
+    start, add_requests = manager.start, manager.add_requests
+
+    def added(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = add_requests(self, *args, **kwargs)
+        start(self)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        if TRANSFORMERS.release < (5, 17):
+            patch.setattr(manager, "start", lambda self: None)
+            patch.setattr(manager, "add_requests", added)
+        yield
+
+
 def batched(model: Any, **settings: Any) -> list[list[int]]:
     """The tokens that `generate_batch` gives for each prompt, sorted."""
     # A small cache: by default each process that shares the GPU would take most of its memory.
@@ -375,11 +398,8 @@ def batched(model: Any, **settings: Any) -> list[list[int]]:
         vars(options).update(settings)
     else:
         batching = {"continuous_batching_config": transformers.ContinuousBatchingConfig(**settings)}
-    for _ in range(5):
-        # Up to 5.16 generation may begin before the requests are there, and ends with an error and no result.
+    with starting_with_requests():
         results = model.generate_batch([ids[0].tolist() for ids in prompts()], generation_config=options, **batching)
-        if results:
-            break
     return sorted(result.generated_tokens for result in results.values())
 
 
