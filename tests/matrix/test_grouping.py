@@ -21,7 +21,7 @@ from compat_matrix.errors import MatrixError
 from compat_matrix.results import CellResult, Test
 from compat_matrix.store import Store, removal
 from compat_matrix.store.models import RUN
-from compat_matrix.views import compatibility, diff, show
+from compat_matrix.views import compatibility, diff, explain, show
 
 CELLS = cells()
 
@@ -45,6 +45,16 @@ def part(store: Store, results: Sequence[CellResult], command: str = "run", **gi
 
 def states(store: Store, run: str) -> dict[Cell, str]:
     return {cell: summary.state for cell, summary in store.summary(store.resolve(run)).items()}
+
+
+def test_of_partial_runs_the_result_that_counts_is_shown(store: Store) -> None:
+    """A later part in which the machine lacked something doesn't hide the result of the tests."""
+    ran = part(store, [passed(CELLS[0]), passed(CELLS[1])], "run --suite figures")
+    lacking = part(store, [not_run(CELLS[0])], "run --suite figures")
+    assert store.history(CELLS[0])[0].run.id == lacking
+    past = explain.past_of(store, CELLS[0])
+    assert past is not None
+    assert (past.run.id, past.summary.verdict) == (ran, "passed")
 
 
 def test_shards_of_one_revision_are_one_run(store: Store, other: Store, tmp_path: Path) -> None:
