@@ -5,10 +5,13 @@ request are wrong, or an index is out of bounds.
 
 Up to 5.12, the offsets of the padding are written on the GPU, on the current stream. In asynchronous batching the copy of the inputs from
 the host may overwrite them: the padding's sequences then have negative lengths, with which FlashAttention-4 computes the real ones wrong.
+
+Up to 5.16, asynchronous batching ends with an error if no request is there when its thread begins: `generate_batch` may return nothing.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from functools import wraps
 from typing import Any
@@ -16,9 +19,12 @@ from typing import Any
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
 
-_MODULE = "transformers.generation.continuous_batching.input_outputs"
+_PACKAGE = "transformers.generation.continuous_batching"
+_MODULE = f"{_PACKAGE}.input_outputs"
 #: The devices of asynchronous batching, which fills these tensors at a full reset alone.
 _DEVICES = ("cuda", "xpu")
+#: Seconds between two looks for the first request.
+_PAUSE = 0.005
 
 
 def _current_stream(device: Any) -> Any:
@@ -59,6 +65,28 @@ def _on_compute_stream(arguments: Any) -> Any:
     return get_model_kwargs
 
 
+def _is_asynchronous(manager: Any) -> bool:
+    own = getattr(manager, "use_async_batching", None)
+    return bool(manager.continuous_batching_config.use_async_batching if own is None else own)
+
+
+def _is_to_stop(manager: Any) -> bool:
+    event = getattr(manager, "stop_event", None)  # up to 5.10
+    return bool(manager.background_thread_status.local_status if event is None else event.is_set())
+
+
+def _with_a_request(run: Any) -> Any:
+    @wraps(run)
+    def _run_generation_loop(self: Any) -> None:
+        # In a tensor-parallel group the other processes get their requests from the driver, and wait for it.
+        if _is_asynchronous(self) and getattr(self, "is_tp_driver", True):
+            while self.input_queue.empty() and not _is_to_stop(self):
+                time.sleep(_PAUSE)
+        run(self)
+
+    return _run_generation_loop
+
+
 SHIMS = (
     Shim(
         name="tf5_batching_streams",
@@ -82,5 +110,15 @@ SHIMS = (
         delete_when="the oldest supported transformers is 5.13",
         seams=(Seam(f"{_MODULE}:ContinuousBatchingAsyncIOs.get_model_kwargs", ("self",)),),
         replace=each(_on_compute_stream),
+    ),
+    Shim(
+        name="tf5_batching_start",
+        distribution="transformers",
+        versions=">=5.3,<5.17",
+        reason="asynchronous continuous batching ends with an error if it starts before its first request, and generate_batch returns nothing",
+        upstream="huggingface/transformers#48303",
+        delete_when="the oldest supported transformers is 5.17",
+        seams=(Seam(f"{_PACKAGE}.continuous_api:ContinuousBatchingManager._run_generation_loop", ("self",)),),
+        replace=each(_with_a_request),
     ),
 )

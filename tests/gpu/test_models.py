@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -365,28 +364,6 @@ def one_by_one(model: Any) -> list[list[int]]:
     return sorted(made)
 
 
-@contextmanager
-def starting_with_requests() -> Iterator[None]:
-    """Batching starts once the requests are there.
-
-    Up to 5.16 asynchronous batching ends with an error, and no result, if its thread is faster: huggingface/transformers#48303.
-    """
-    module = importlib.import_module("transformers.generation.continuous_batching.continuous_api")
-    manager = module.ContinuousBatchingManager
-    start, add_requests = manager.start, manager.add_requests
-
-    def added(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = add_requests(self, *args, **kwargs)
-        start(self)
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        if TRANSFORMERS.release < (5, 17):
-            patch.setattr(manager, "start", lambda self: None)
-            patch.setattr(manager, "add_requests", added)
-        yield
-
-
 def batched(model: Any, **settings: Any) -> list[list[int]]:
     """The tokens that `generate_batch` gives for each prompt, sorted."""
     # A small cache: by default each process that shares the GPU would take most of its memory.
@@ -398,8 +375,7 @@ def batched(model: Any, **settings: Any) -> list[list[int]]:
         vars(options).update(settings)
     else:
         batching = {"continuous_batching_config": transformers.ContinuousBatchingConfig(**settings)}
-    with starting_with_requests():
-        results = model.generate_batch([ids[0].tolist() for ids in prompts()], generation_config=options, **batching)
+    results = model.generate_batch([ids[0].tolist() for ids in prompts()], generation_config=options, **batching)
     return sorted(result.generated_tokens for result in results.values())
 
 

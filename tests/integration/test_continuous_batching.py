@@ -6,8 +6,11 @@ continuous batching runs on a CPU, but passes the block table only with CUDA: th
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -545,3 +548,39 @@ def test_values_behind_the_last_sequence_are_zero() -> None:
         keys, found = _without_garbage(cache, given, layer).update(layer_idx=2)
         assert torch.equal(found, torch.tensor([1.0, 1, 1, 0, 0])[:, None, None].expand(5, 2, 4))
         assert torch.equal(keys[:3], 2 * values[:3])
+
+
+@pytest.mark.skipif(not (5, 3) <= RELEASE < (5, 17), reason="only on 5.3 to 5.16")
+@pytest.mark.parametrize("skip", [[], ["tf5_batching_start"]], ids=["", "without the shim"])
+def test_a_request_may_come_after_the_start(skip: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asynchronous batching, with the inputs of synchronous batching in place of those that need CUDA's streams."""
+    upstream = importlib.import_module("transformers.generation.continuous_batching.continuous_api")
+    monkeypatch.setattr(upstream, "ContinuousBatchingAsyncIOs", upstream.ContinuousBatchingIOs)
+    settings = {"num_blocks": 8, PAGE: 256, "max_batch_tokens": 512}
+    generation = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    asynchronous: dict[str, Any] = {"use_async_batching": True}
+    if RELEASE < (5, 4):
+        vars(generation).update(settings, use_cuda_graph=False)
+    else:
+        batching = transformers.ContinuousBatchingConfig(**settings, **asynchronous, use_cuda_graph=False)
+        asynchronous = {"continuous_batching_config": batching}
+    with registered(start_flash=reference), kernel_compat.installed(skip=skip):
+        manager = made("llama_gqa", "start_flash", torch.float32).init_continuous_batching(generation, **asynchronous)
+        manager.start()
+        try:
+            until = time.monotonic() + 3
+            while manager.is_running() and time.monotonic() < until:
+                time.sleep(0.05)
+            assert manager.is_running() is not bool(skip)
+            if not skip:
+                began = threading.Event()
+
+                def step() -> None:
+                    began.set()
+                    raise RuntimeError("it began, and ends here")
+
+                monkeypatch.setattr(manager, "_generation_step", step)
+                manager.add_request([5, 6, 7])
+                assert began.wait(30)
+        finally:
+            manager.stop(block=True, timeout=30)
