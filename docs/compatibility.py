@@ -1,17 +1,24 @@
-"""Write docs/compatibility.md, its two pictures and the sentence in README.md from a store of the matrix.
+"""Write docs/compatibility.md, its two pictures and the sentence in README.md from results of the matrix.
 
-Usage: python docs/compatibility.py STORE
+Usage: python docs/compatibility.py [STORE]
+
+The results are those in docs/compatibility.sqlite.xz, or those of a store, which then replace that file. To add results to it: unpack
+it with xz, `kernel-compat-matrix merge` the new ones into it, and give it as the store.
 """
 
 from __future__ import annotations
 
 import argparse
+import lzma
 import math
 import re
+import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from compat_matrix import axes as axes_file
 from compat_matrix.axes import Axes
@@ -41,6 +48,9 @@ RARE = ("known", "flaky")
 #: The table of figures compares this torch with the newest one.
 BEFORE = "2.11"
 
+#: The options of a command that name paths.
+PATHS = re.compile(r" --(axes|base-python|cache|export|offline|store)[ =]\S+")
+
 #: The verdict of a combination by its transformers and its torch.
 Verdicts = dict[tuple[str, str], str]
 
@@ -51,17 +61,24 @@ Figures = dict[str, dict[str, dict[str, list[Figure]]]]
 def main() -> None:
     """Write the files."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("store", metavar="STORE", help="the SQLite file of a store, or its URL")
+    parser.add_argument("store", nargs="?", metavar="STORE", help="the SQLite file of a store, or its URL")
     parser.add_argument("--root", type=Path, default=ROOT, help="the folder with README.md, docs and matrix/axes.toml")
     options = parser.parse_args()
     axes = axes_file.load(options.root / "matrix" / "axes.toml")
     docs, readme = options.root / "docs", options.root / "README.md"
-    with Store.open(options.store, create=False) as store:
-        current = store.current()
-        said = sentence(store, current)
-        (docs / "compatibility.svg").write_text(grid(axes, current), encoding="utf-8")
-        text = document(store, current, said)
-        where, found = figures(store)
+    with TemporaryDirectory() as folder:
+        results, packed = Path(folder, "results.sqlite"), docs / "compatibility.sqlite.xz"
+        if options.store:
+            keep(options.store, results)
+            packed.write_bytes(lzma.compress(results.read_bytes()))
+        else:
+            results.write_bytes(lzma.decompress(packed.read_bytes()))
+        with Store.open(str(results), create=False) as store:
+            current = store.current()
+            said = sentence(store, current)
+            (docs / "compatibility.svg").write_text(grid(axes, current), encoding="utf-8")
+            text = document(store, current, said)
+            where, found = figures(store)
     if found:
         torches = common.by_version({cell.torch for cell in axes.all_cells})
         (docs / "torch_figures.svg").write_text(plot(found, torches), encoding="utf-8")
@@ -70,6 +87,17 @@ def main() -> None:
     text = readme.read_text(encoding="utf-8")
     text = re.sub(r"(<!-- cells -->).*?(<!-- / -->)", lambda match: match[1] + said + match[2], text, flags=re.DOTALL)
     readme.write_text(text, encoding="utf-8")
+
+
+def keep(url: str, path: Path) -> None:
+    """Write the results of a store into a new one: without logs, paths in commands, and the times of tests."""
+    with Store.open(url, create=False) as store:
+        runs = store.runs()
+        store.export([run.id for run in runs], path)
+    with closing(sqlite3.connect(path)) as connection:
+        commands = [(PATHS.sub("", run.command), run.id) for run in runs]
+        connection.executemany("UPDATE run SET command = ? WHERE name = ?", commands)
+        connection.executescript("DELETE FROM log; UPDATE test SET seconds = 0; VACUUM")
 
 
 def document(store: Store, current: Mapping[Cell, Past], said: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -34,19 +33,20 @@ def record(request: pytest.FixtureRequest, record_property: Callable[[str, objec
     return record
 
 
-def seconds(call: Callable[[], object], calls: int, rounds: int = 7) -> float:
-    """The time of a call among others, as the median of several rounds."""
+def seconds(*calls: Callable[[], object], count: int, rounds: int = 7) -> list[float]:
+    """The least time of each call, of rounds in which they take turns: whatever else runs on the machine makes a round longer."""
 
-    def one_round() -> float:
+    def one_round(call: Callable[[], object]) -> float:
         synchronize()
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(count):
             call()
         synchronize()
-        return (time.perf_counter() - start) / calls
+        return (time.perf_counter() - start) / count
 
-    one_round()  # compiles kernels
-    return statistics.median(one_round() for _ in range(rounds))
+    for call in calls:
+        one_round(call)  # compiles kernels
+    return [min(times) for times in zip(*([one_round(call) for call in calls] for _ in range(rounds)), strict=True)]
 
 
 def synchronize() -> None:
@@ -69,7 +69,8 @@ def training_step(name: str, device: str) -> Callable[[], None]:
 @pytest.mark.usefixtures("with_backward")
 def test_a_step(name: str, record: Record) -> None:
     step = training_step(name, "cuda")
-    record("step time", seconds(step, 5) * 1e3, "ms")
+    (least,) = seconds(step, count=5)
+    record("step time", least * 1e3, "ms")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     step()
@@ -93,7 +94,7 @@ def test_the_adapter(kernel: str, record: Record) -> None:
     """Of a call with almost no work for the device: what is measured is the host."""
     inputs = [torch.randn(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     with torch.no_grad():
-        through_adapter, own = (seconds(call, 200) for call in calls(kernel, inputs))
+        through_adapter, own = seconds(*calls(kernel, inputs), count=200)
     record("overhead of the adapter", (through_adapter - own) * 1e6, "µs")
 
 
@@ -108,16 +109,17 @@ def test_the_adapter_at_work(kernel: str, record: Record) -> None:
     """The time of a call through transformers' interface over that of the kernel's own function."""
     inputs = heads(4, 2048)
     weight = torch.randn_like(inputs[0])
-    through_adapter, own = calls(kernel, inputs)
+    functions = calls(kernel, inputs)
 
-    def with_backward(call: Callable[[], torch.Tensor]) -> float:
-        return seconds(lambda: torch.autograd.grad(call(), inputs, weight), 20)
+    def with_backward(call: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(call(), inputs, weight)
 
     with torch.no_grad():
-        record("forward over the kernel's own", seconds(through_adapter, 20) / seconds(own, 20), "x")
+        through_adapter, own = seconds(*functions, count=20)
+    record("forward over the kernel's own", through_adapter / own, "x")
     if kernel_compat.known_kernels()[kernel].features.backward:
-        both = with_backward(through_adapter) / with_backward(own)
-        record("forward and backward over the kernel's own", both, "x")
+        through_adapter, own = seconds(*map(with_backward, functions), count=20)
+        record("forward and backward over the kernel's own", through_adapter / own, "x")
 
 
 def test_packed(name: str, record: Record) -> None:
@@ -135,8 +137,9 @@ def test_packed(name: str, record: Record) -> None:
         "max_length_k": max(LENGTHS),
     }
     with torch.no_grad():
-        found = seconds(lambda: model(**row, use_cache=False), 10)
-        told = seconds(lambda: model(**row, **given, use_cache=False), 10)
+        found, told = seconds(
+            lambda: model(**row, use_cache=False), lambda: model(**row, **given, use_cache=False), count=10
+        )
     record("packed over given lengths", found / told, "x")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import lzma
 import re
 import runpy
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -184,6 +186,41 @@ def test_only_a_change_beyond_the_noise_is_called_one(
     measured(store, gpu_cell("2.15"), Figure("step time, flash_attention_4", after, "ms"))
     write()
     assert rows(root) == [f"| `flash_attention_4` | step time | 10 ms | {after:g} ms | {said} |"]
+
+
+def test_the_documents_are_those_of_the_results_in_this_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = SCRIPT.parent.parent
+    written = [
+        *(f"docs/{name}" for name in ("compatibility.md", "compatibility.svg", "torch_figures.svg")),
+        "README.md",
+    ]
+    for name in ("README.md", "docs/compatibility.sqlite.xz", "matrix/axes.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(here / name, tmp_path / name)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--root", str(tmp_path)])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    for name in written:
+        assert (tmp_path / name).read_bytes() == (here / name).read_bytes(), "run docs/compatibility.py"
+
+
+def test_the_results_that_are_kept_give_the_same_document(root: Path, store: Store, write: Write) -> None:
+    command = "kernel-compat-matrix run --suite figures --store /a/path.sqlite --offline=/b -j 1"
+    run = store.new_run([gpu_cell("2.11")], command=command, partial=True)
+    store.add(run, on_gpu(passed(gpu_cell("2.11"), tests=[Test("t", "passed", 1.5)])))
+    stored(store, [passed(cells()[0]), failed(cells()[1])])
+    write()
+    texts = {path.name: path.read_bytes() for path in root.glob("docs/*") if path.suffix != ".xz"}
+    packed = root / "docs" / "compatibility.sqlite.xz"
+    (root / "kept.sqlite").write_bytes(lzma.decompress(packed.read_bytes()))
+    with Store.open(str(root / "kept.sqlite"), create=False) as kept:
+        assert kept.run(run).command == "kernel-compat-matrix run --suite figures -j 1"
+        found = kept.result(run, gpu_cell("2.11"))
+        assert (found.log, [(test.nodeid, test.seconds) for test in found.tests]) == ("", [("t", 0.0)])
+    sys.argv = [str(SCRIPT), "--root", str(root)]  # the fixture restores them
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert texts == {path.name: path.read_bytes() for path in root.glob("docs/*") if path.suffix != ".xz"}
 
 
 def test_the_pictures_are_small_and_of_this_repository() -> None:
