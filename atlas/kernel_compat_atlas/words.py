@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-def plural(number: int, noun: str) -> str:
+def plural(number: float, noun: str) -> str:
     """``1 file``, ``2 files``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 

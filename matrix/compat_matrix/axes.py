@@ -35,6 +35,7 @@ from kernel_compat import releases
 from .cells import AXES, LONGEST, WORD, Cell, Device, FlashAttention, shard, values_of
 from .errors import MatrixError
 from .expressions import Expression, is_release, release
+from .gpus import SHARES
 
 #: Where a project has its file.
 PLACES = (Path("matrix", "axes.toml"), Path("axes.toml"))
@@ -175,11 +176,18 @@ class Tests(_Conditional):
     command: Annotated[list[str], Field(min_length=1)]
     suite: str = "default"
     minutes: Annotated[float, Field(gt=0, strict=False)] = 30
-    gpus: Annotated[int, Field(ge=0)] = 0
+    gpus: Annotated[float, Field(ge=0)] = 0
     memory: Annotated[float, Field(gt=0, strict=False)] = 4
     accelerator: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,59}$")] | None = None
     environment: dict[str, str] = {}
     watch: str | None = None
+
+    @field_validator("gpus")
+    @classmethod
+    def _gpus_can_be_leased(cls, gpus: float) -> float:
+        if not (gpus * (SHARES if gpus < 1 else 1)).is_integer():
+            raise ValueError(f"a whole number, or for a share of a GPU a multiple of {1 / SHARES:g}, not {gpus:g}")
+        return gpus
 
     @field_validator("watch")
     @classmethod

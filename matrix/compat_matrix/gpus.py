@@ -1,6 +1,7 @@
-"""Leases of GPUs: a device is used by one cell at a time, across all processes on this machine."""
+"""Leases of GPUs, whole or in shares, across all processes on this machine."""
 
 import os
+import random
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,9 @@ from itertools import takewhile
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+
+#: Into how many shares a GPU is divided; each has a lock.
+SHARES = 16
 
 #: The folder of the locks, shared by all users of the machine's temporary folder.
 LOCKS = Path(tempfile.gettempdir()) / "kernel-compat-matrix-gpus"
@@ -25,8 +29,8 @@ def visible() -> list[str]:
 
 
 @contextmanager
-def leased(count: int, among: Sequence[str], cancelled: threading.Event | None = None) -> Iterator[list[str]]:
-    """Wait until a number of the GPUs is free and lease them; no GPU if the wait was cancelled.
+def leased(count: float, among: Sequence[str], cancelled: threading.Event | None = None) -> Iterator[list[str]]:
+    """Wait until a number of the GPUs is free, or that share of one, and lease them; no GPU if the wait was cancelled.
 
     All or none are leased: two cells that need two devices each never hold one each.
     """
@@ -35,18 +39,33 @@ def leased(count: int, among: Sequence[str], cancelled: threading.Event | None =
         LOCKS.chmod(0o777)
     while count:
         with ExitStack() as held:
+            # Cells that share GPUs spread over them.
+            order = among if count >= 1 else random.sample(among, len(among))
             found: list[str] = []
-            for name in among:
-                device = identity(name, _uuids()).replace("/", "_")
-                with suppress(Timeout):
-                    held.enter_context(FileLock(LOCKS / f"{device}.lock", timeout=0, mode=0o666))
+            for name in order:
+                if _takes(held, identity(name, _uuids()).replace("/", "_"), round(min(count, 1) * SHARES)):
                     found.append(name)
-                if len(found) == count:
+                if len(found) == max(count, 1):
                     yield found
                     return
         if (cancelled or threading.Event()).wait(0.5):
             break
     yield []
+
+
+def _takes(held: ExitStack, device: str, shares: int) -> bool:
+    """Take this many of a device's shares until `held` is closed, or none."""
+    with ExitStack() as taken:
+        for n in range(SHARES):
+            with suppress(Timeout):
+                taken.enter_context(FileLock(LOCKS / f"{device}.{n}.lock", timeout=0, mode=0o666))
+                shares -= 1
+            if not shares:
+                held.push(taken.pop_all())
+                return True
+            if shares > SHARES - n - 1:
+                break
+    return False
 
 
 def identity(name: str, uuids: Sequence[str]) -> str:

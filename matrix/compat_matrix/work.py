@@ -66,9 +66,10 @@ class Job:
         return (*self.tests.command, *(self.arguments if self.tests.command[0] == "pytest" else ()))
 
     @property
-    def gpus(self) -> int:
-        """The number of GPUs that it leases."""
-        return self.tests.gpus if self.cell.device == "cuda" else 0
+    def gpus(self) -> float:
+        """The number of GPUs that it leases, or the share of one."""
+        count = self.tests.gpus if self.cell.device == "cuda" else 0
+        return count if 0 < count < 1 else int(count)
 
     def result(self, verdict: Verdict, kind: Kind | None, reason: str, **more: Any) -> CellResult:
         """Its result; without further values, that of a cell that didn't start."""

@@ -7,10 +7,12 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -572,6 +574,25 @@ def test_no_two_processes_hold_one_gpu(tmp_path: Path) -> None:
     assert [user.wait(60) for user in users] == [0, 0, 0]
 
 
+def test_shares_of_a_gpu_are_leased_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "LOCKS", tmp_path / "locks")
+
+    def free(count: float) -> list[str]:
+        over = threading.Event()
+        over.set()  # nothing is waited for
+        with gpus.leased(count, ["0", "1"], over) as held:
+            return held
+
+    with ExitStack() as stack:
+        held = [stack.enter_context(gpus.leased(0.375, ["0", "1"])) for _ in range(4)]
+        assert sorted(held) == [["0"], ["0"], ["1"], ["1"]]
+        assert free(0.25) in (["0"], ["1"])
+        assert free(0.375) == free(1) == []
+    assert free(2) == ["0", "1"]
+    with gpus.leased(1, ["0"]):
+        assert free(0.0625) == free(1) == ["1"]
+
+
 def test_who_dies_gives_its_gpus_back(tmp_path: Path) -> None:
     hold = "from compat_matrix import gpus\nwith gpus.leased(2, ['a', 'b']): print('held', flush=True); input()"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -606,8 +627,8 @@ def test_every_user_of_a_machine_can_take_a_lock(tmp_path: Path, monkeypatch: py
     try:
         with gpus.leased(1, ["0"]) as held:
             assert held == ["0"]
-            (lock,) = gpus.LOCKS.iterdir()
-            assert [path.stat().st_mode & 0o777 for path in (gpus.LOCKS, lock)] == [0o777, 0o666]
+            assert gpus.LOCKS.stat().st_mode & 0o777 == 0o777
+            assert {path.stat().st_mode & 0o777 for path in gpus.LOCKS.iterdir()} == {0o666}
     finally:
         os.umask(before)
 
