@@ -223,8 +223,9 @@ def _kind(schema: Mapping[str, Any]) -> str:
     return ", ".join(map(str, schema.get("enum", ()))) or str(schema.get("const") or schema.get("type", "any"))
 
 
+@router.get("/favicon.ico")  # for logs as text, which name no icon
 @router.get("/static/{name}")
-async def a_file(name: str) -> Response:
+async def a_file(name: str = "icon.svg") -> Response:
     """A static file, which clients may keep: the addresses in pages change with its content."""
     if name not in static_files():
         raise HTTPException(404, "There is no such file.")
