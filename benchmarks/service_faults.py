@@ -41,7 +41,7 @@ class Faults:
     def __init__(self, network: Network, seed: int, database: Postgres | None) -> None:
         self.network, self.database, self.random = network, database, random.Random(seed)
         self.kills: Counter[str] = Counter()
-        self.service = network.serve("--jobs", "2")
+        self.service = network.serve("--jobs", "2", "--workers", "2")
 
     def kill(self) -> None:
         """Kill one with SIGKILL; what doesn't run now can't be killed."""
@@ -50,7 +50,17 @@ class Faults:
             self.service.kill()
             self.service.wait()
             time.sleep(self.random.uniform(0, 0.5))
-            words = ("serve", "--jobs", "2", "--port", str(self.network.port), "--store", self.network.stored)
+            words = (
+                "serve",
+                "--jobs",
+                "2",
+                "--workers",
+                "2",
+                "--port",
+                str(self.network.port),
+                "--store",
+                self.network.stored,
+            )
             self.service = self.network.small.fork(*words)
         elif who == "database":
             assert self.database is not None
@@ -58,8 +68,9 @@ class Faults:
             time.sleep(self.random.uniform(0, 0.5))
             self.database.start()
         else:
-            word = "--execute" if who == "runner" else "kernel_compat_host.py"
+            word = "--part-of" if who == "runner" else "kernel_compat_host.py"
             found = [one for one in self.network.small.processes() if word in " ".join(one.cmdline())]
+            found = [one for one in found if "--socket" not in one.cmdline()]
             if not found:
                 return
             self.network.small.kill([self.random.choice(found)])
@@ -68,7 +79,17 @@ class Faults:
     def state(self, run: str) -> str:
         """The state of the run; unknown while the database is away. A service that ended with it is started again."""
         if self.service.poll() is not None:
-            words = ("serve", "--jobs", "2", "--port", str(self.network.port), "--store", self.network.stored)
+            words = (
+                "serve",
+                "--jobs",
+                "2",
+                "--workers",
+                "2",
+                "--port",
+                str(self.network.port),
+                "--store",
+                self.network.stored,
+            )
             self.service = self.network.small.fork(*words)
         try:
             return self.network.state(run)

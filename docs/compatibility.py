@@ -49,7 +49,7 @@ RARE = ("known", "flaky")
 BEFORE = "2.11"
 
 #: The options of a command that name paths.
-PATHS = re.compile(r" --(axes|base-python|cache|export|offline|store)[ =]\S+")
+PATHS = re.compile(r" --(axes|base-python|cache|export|offline|store)[ =]('[^']*'|\S+)")
 
 #: The verdict of a combination by its transformers and its torch.
 Verdicts = dict[tuple[str, str], str]
@@ -70,7 +70,6 @@ def main() -> None:
         results, packed = Path(folder, "results.sqlite"), docs / "compatibility.sqlite.xz"
         if options.store:
             keep(options.store, results)
-            packed.write_bytes(lzma.compress(results.read_bytes()))
         else:
             results.write_bytes(lzma.decompress(packed.read_bytes()))
         with Store.open(str(results), create=False) as store:
@@ -79,6 +78,8 @@ def main() -> None:
             (docs / "compatibility.svg").write_text(grid(axes, current), encoding="utf-8")
             text = document(store, current, said)
             where, found = figures(store)
+        if options.store:
+            packed.write_bytes(lzma.compress(results.read_bytes()))
     if found:
         torches = common.by_version({cell.torch for cell in axes.all_cells})
         (docs / "torch_figures.svg").write_text(plot(found, torches), encoding="utf-8")

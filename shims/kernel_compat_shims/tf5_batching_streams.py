@@ -70,18 +70,18 @@ def _is_asynchronous(manager: Any) -> bool:
     return bool(manager.continuous_batching_config.use_async_batching if own is None else own)
 
 
-def _is_to_stop(manager: Any) -> bool:
-    event = getattr(manager, "stop_event", None)  # up to 5.10
-    return bool(manager.background_thread_status.local_status if event is None else event.is_set())
-
-
 def _with_a_request(run: Any) -> Any:
     @wraps(run)
     def _run_generation_loop(self: Any) -> None:
-        # In a tensor-parallel group the other processes get their requests from the driver, and wait for it.
-        if _is_asynchronous(self) and getattr(self, "is_tp_driver", True):
-            while self.input_queue.empty() and not _is_to_stop(self):
-                time.sleep(_PAUSE)
+        status = getattr(self, "background_thread_status", None)  # from 5.11 on
+        # The processes of a tensor-parallel group begin together: for them upstream's error remains.
+        alone = getattr(getattr(self, "distributed_helper", None), "tp_size", 1) == 1
+        while alone and _is_asynchronous(self) and self.input_queue.empty():
+            if self.stop_event.is_set() if status is None else status.local_status:
+                if status is not None:
+                    status.mark_as_stopped()
+                return
+            time.sleep(_PAUSE)
         run(self)
 
     return _run_generation_loop

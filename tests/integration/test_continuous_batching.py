@@ -565,22 +565,29 @@ def test_a_request_may_come_after_the_start(skip: list[str], monkeypatch: pytest
         batching = transformers.ContinuousBatchingConfig(**settings, **asynchronous, use_cuda_graph=False)
         asynchronous = {"continuous_batching_config": batching}
     with registered(start_flash=reference), kernel_compat.installed(skip=skip):
-        manager = made("llama_gqa", "start_flash", torch.float32).init_continuous_batching(generation, **asynchronous)
+        model = made("llama_gqa", "start_flash", torch.float32)
+        manager = model.init_continuous_batching(generation, **asynchronous)
         manager.start()
         try:
-            until = time.monotonic() + 3
-            while manager.is_running() and time.monotonic() < until:
-                time.sleep(0.05)
-            assert manager.is_running() is not bool(skip)
-            if not skip:
-                began = threading.Event()
+            if skip:
+                manager._generation_thread.join(60)
+                assert not manager.is_running()
+                return
+            time.sleep(1)
+            assert manager.is_running()
+            began = threading.Event()
 
-                def step() -> None:
-                    began.set()
-                    raise RuntimeError("it began, and ends here")
+            def step() -> None:
+                began.set()
+                raise RuntimeError("it began, and ends here")
 
-                monkeypatch.setattr(manager, "_generation_step", step)
-                manager.add_request([5, 6, 7])
-                assert began.wait(30)
+            monkeypatch.setattr(manager, "_generation_step", step)
+            manager.add_request([5, 6, 7])
+            assert began.wait(30)
         finally:
             manager.stop(block=True, timeout=30)
+        unused = model.init_continuous_batching(generation, **asynchronous)
+        unused.start()
+        unused.stop(block=True, timeout=30)
+        assert not unused.is_running()
+        assert getattr(unused, "fatal_error", None) is unused.batch_processor is None

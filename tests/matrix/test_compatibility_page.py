@@ -206,7 +206,7 @@ def test_the_documents_are_those_of_the_results_in_this_repository(
 
 
 def test_the_results_that_are_kept_give_the_same_document(root: Path, store: Store, write: Write) -> None:
-    command = "kernel-compat-matrix run --suite figures --store /a/path.sqlite --offline=/b -j 1"
+    command = "kernel-compat-matrix run --suite figures --store '/a path/x.sqlite' --offline=/b -j 1"
     run = store.new_run([gpu_cell("2.11")], command=command, partial=True)
     store.add(run, on_gpu(passed(gpu_cell("2.11"), tests=[Test("t", "passed", 1.5)])))
     stored(store, [passed(cells()[0]), failed(cells()[1])])

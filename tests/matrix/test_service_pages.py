@@ -209,7 +209,9 @@ def test_the_library_is_the_one_that_was_published() -> None:
 
 
 def test_files_are_kept_for_ever_until_they_change(get: Get) -> None:
-    assert get("/favicon.ico").content == get(Links().static("icon.svg")).content
+    icon = get("/favicon.ico")
+    assert icon.content == get(Links().static("icon.svg")).content
+    assert "immutable" not in icon.headers["cache-control"]
     address = Links().static("style.css")
     response = get(address)
     assert response.headers["content-type"].startswith("text/css")

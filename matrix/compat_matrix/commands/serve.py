@@ -1,9 +1,7 @@
 """``kernel-compat-matrix serve``: serve the store over HTTP, and execute the runs that are submitted."""
 
-from __future__ import annotations
-
 import argparse
-import gc
+import errno
 import logging
 import os
 import re
@@ -11,6 +9,8 @@ import secrets
 import signal
 import socket
 import sys
+import threading
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from ..store import Store
 
 #: Seconds for open requests to end at shutdown.
 _GRACE = 10
-#: Python's thread switch interval, in seconds. With the default of 5 ms, a thread that returns from the database would wait
-#: that long for threads that compute.
-_SWITCH = 0.0005
+#: Seconds in which the processes of a service that was killed leave its address.
+_HANDOVER = 4
 #: By default the most processes that answer requests.
 _WORKERS = 4
 
@@ -56,7 +55,6 @@ def run(options: argparse.Namespace) -> int:
         app = create_app(store, axes, Settings(read=options.read, runs=not options.no_run), options)
         given: dict[str, Any] = {"root_path": options.root_path.rstrip("/"), "timeout_graceful_shutdown": _GRACE}
         config = uvicorn.Config(app, http="h11", log_config=None, access_log=False, server_header=False, **given)
-        sys.setswitchinterval(_SWITCH)
         # uvicorn raises the signal that ended it again.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -65,7 +63,6 @@ def run(options: argparse.Namespace) -> int:
             _begin(options, store, axes is not None, listening, stack)
         else:
             executing.end_with_the_service()
-        gc.freeze()  # a look for cycles among the modules would keep readers waiting
         uvicorn.Server(config).run(sockets=[listening])
     return 0
 
@@ -73,20 +70,22 @@ def run(options: argparse.Namespace) -> int:
 def _begin(
     options: argparse.Namespace, store: Store, has_axes: bool, listening: socket.socket, stack: ExitStack
 ) -> None:
-    """Print the address, and start the processes beside this one, which end with the stack."""
+    """Print the address, and start the processes beside this one. They end before the stack does."""
     host, port = listening.getsockname()[:2]
     print(f"http://{f'[{host}]' if ':' in host else host}:{port} serves {store.name}", flush=True)
     command = [sys.executable, "-m", "compat_matrix", *options.words, "--part-of", options.part_of]
-    handed = listening.fileno()
+    over, handed = threading.Event(), os.dup(listening.fileno())
     for _ in range(1, options.workers or min(os.cpu_count() or 1, _WORKERS)):
-        also = executing.supervised("answers requests", [*command, "--socket", str(handed)], [handed])
-        stack.enter_context(also)
+        also = [*command, "--socket", str(handed)]
+        stack.enter_context(executing.supervised("answers requests", also, over, [handed]))
     if not has_axes:
         print(f"there is no {PLACES[0]} here and no --axes: runs are refused", flush=True)
     elif not options.no_run:
         if not tokens.every(store):
             print("`kernel-compat-matrix token add NAME --scope submit` creates a token for writing", flush=True)
-        stack.enter_context(executing.supervised("executes runs", command))
+        stack.enter_context(executing.supervised("executes runs", command, over))
+    stack.callback(os.close, handed)
+    stack.callback(over.set)  # first, so that all end at once
 
 
 def _listening(options: argparse.Namespace) -> socket.socket:
@@ -95,10 +94,15 @@ def _listening(options: argparse.Namespace) -> socket.socket:
         return socket.socket(fileno=options.socket)
     host, port = options.host, options.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        found = socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        raise MatrixError(f"{host}:{port}: {error}") from None
+    until = time.monotonic() + _HANDOVER
+    while True:
+        try:
+            found = socket.create_server((host, port), family=family, backlog=2048)
+            break
+        except (OSError, OverflowError) as error:
+            if getattr(error, "errno", None) != errno.EADDRINUSE or time.monotonic() > until:
+                raise MatrixError(f"{host}:{port}: {error}") from None
+            time.sleep(0.2)
     # Accepted connections inherit it. asyncio sets it only on sockets created with proto=TCP, which this one isn't; without it the
     # second packet of a response waits 40 ms for the acknowledgement of the first.
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

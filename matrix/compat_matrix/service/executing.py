@@ -5,8 +5,6 @@ repeats every few seconds that it still executes it. A run whose service has fal
 after its restart. The clock of the database counts for all of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -18,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -65,9 +63,9 @@ class _Stopped(KeyboardInterrupt):
 
 
 @contextmanager
-def beside(work: Callable[[threading.Event], object], name: str) -> Iterator[None]:
+def beside(work: Callable[[threading.Event], object], name: str, over: threading.Event | None = None) -> Iterator[None]:
     """Run a function in a thread; when the block is left, set the event that it was called with, and wait for its end."""
-    over = threading.Event()
+    over = over or threading.Event()
     # A signal may come before the block is entered: then nothing waits for the thread.
     thread = threading.Thread(target=work, args=(over,), name=name, daemon=True)
     thread.start()
@@ -78,28 +76,27 @@ def beside(work: Callable[[threading.Event], object], name: str) -> Iterator[Non
         thread.join()
 
 
-@contextmanager
-def supervised(what: str, command: Sequence[str], sockets: Sequence[int] = ()) -> Iterator[None]:
-    """Keep a process of the service alive, which inherits these sockets and ends when the block is left.
-
-    Args:
-        what: what it does, for the log.
-    """
+def supervised(
+    what: str, command: Sequence[str], over: threading.Event, sockets: Sequence[int] = ()
+) -> AbstractContextManager[None]:
+    """Keep a process alive that does `what` with these sockets; it ends once `over` is set or the block is left."""
 
     def supervise(over: threading.Event) -> None:
         pause = 0.0
         while not over.wait(pause):
             began = time.monotonic()
-            # Leaving the block closes the pipe, and waits.
-            with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=sockets) as process:
-                while process.poll() is None and not over.wait(0.5):
-                    pass
+            try:  # leaving the block closes the pipe, and waits
+                with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=sockets) as one:
+                    while one.poll() is None and not over.wait(0.5):
+                        pass
+                ended: object = one.returncode
+            except OSError as error:
+                ended = error.strerror
             if not over.is_set():
                 pause = _PAUSE if time.monotonic() - began > _LONGEST else min(max(2 * pause, _PAUSE), _LONGEST)
-                log.warning("a process that %s has ended early (%d); again in %d s", what, process.returncode, pause)
+                log.warning("a process that %s has ended early (%s); again in %d s", what, ended, pause)
 
-    with beside(supervise, what):
-        yield
+    return beside(supervise, what, over)
 
 
 def end_with_the_service() -> None:

@@ -223,9 +223,15 @@ def _kind(schema: Mapping[str, Any]) -> str:
     return ", ".join(map(str, schema.get("enum", ()))) or str(schema.get("const") or schema.get("type", "any"))
 
 
-@router.get("/favicon.ico")  # for logs as text, which name no icon
+@router.get("/favicon.ico")
+async def an_icon() -> Response:
+    """The icon of logs as text, which name none."""
+    body, kind = static_files()["icon.svg"]
+    return Response(body, media_type=kind)
+
+
 @router.get("/static/{name}")
-async def a_file(name: str = "icon.svg") -> Response:
+async def a_file(name: str) -> Response:
     """A static file, which clients may keep: the addresses in pages change with its content."""
     if name not in static_files():
         raise HTTPException(404, "There is no such file.")

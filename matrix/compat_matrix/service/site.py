@@ -21,6 +21,7 @@ from ..pages.render import project_name
 from ..store import Past, Run, Store, inserts, submissions
 from ..store import queries as stored
 from ..store.models import CELL, DOCUMENT, PLANNED, RESULT, RUN, SUBMISSION
+from ..unpack import sha256
 from ..views import explain
 from ..views.common import one_line
 from .submission import Submission, Submitted, for_suite
@@ -44,8 +45,9 @@ class Site:
         self.store, self.project = store, project_name(axes)
         self.served: Mapping[Cell, str] = axes.all_cells if axes else {}
         self._axes, self._options = axes if runs else None, options
-        # The same in all processes of a service.
-        self._name = (options and options.part_of) or secrets.token_hex(4)
+        # The same in all processes of a service that have read the same axes.
+        name = (options and options.part_of) or secrets.token_hex(4)
+        self._name = f"{name}{sha256(axes.path) if axes else ''}"
 
     # What is shown.
 
