@@ -35,13 +35,21 @@ TESTS = """
 """
 
 
+#: Of the service.
+OPTIONS = ("--jobs", "2", "--workers", "2")
+
+
 class Faults:
     """A service whose processes and database are killed."""
 
     def __init__(self, network: Network, seed: int, database: Postgres | None) -> None:
         self.network, self.database, self.random = network, database, random.Random(seed)
         self.kills: Counter[str] = Counter()
-        self.service = network.serve("--jobs", "2", "--workers", "2")
+        self.service = network.serve(*OPTIONS)
+
+    def _begin_again(self) -> None:
+        words = ("serve", *OPTIONS, "--port", str(self.network.port), "--store", self.network.stored)
+        self.service = self.network.small.fork(*words)
 
     def kill(self) -> None:
         """Kill one with SIGKILL; what doesn't run now can't be killed."""
@@ -50,18 +58,7 @@ class Faults:
             self.service.kill()
             self.service.wait()
             time.sleep(self.random.uniform(0, 0.5))
-            words = (
-                "serve",
-                "--jobs",
-                "2",
-                "--workers",
-                "2",
-                "--port",
-                str(self.network.port),
-                "--store",
-                self.network.stored,
-            )
-            self.service = self.network.small.fork(*words)
+            self._begin_again()
         elif who == "database":
             assert self.database is not None
             self.database.kill()
@@ -79,18 +76,7 @@ class Faults:
     def state(self, run: str) -> str:
         """The state of the run; unknown while the database is away. A service that ended with it is started again."""
         if self.service.poll() is not None:
-            words = (
-                "serve",
-                "--jobs",
-                "2",
-                "--workers",
-                "2",
-                "--port",
-                str(self.network.port),
-                "--store",
-                self.network.stored,
-            )
-            self.service = self.network.small.fork(*words)
+            self._begin_again()
         try:
             return self.network.state(run)
         except MatrixError:

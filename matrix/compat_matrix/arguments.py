@@ -103,7 +103,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--ray": option("run cells on this Ray cluster instead of this machine", "ADDRESS"),
     "--no-run": flag("run no cells: show the store, and take uploaded runs"),
     "--workers": option("processes that answer requests (default: one a core, at most 4)", "N", type=positive),
-    # Of the processes that a service starts: its name, and the socket of those that answer requests.
+    # The service passes these to the processes that it starts: the service's name, and its socket to those that answer requests.
     "--part-of": option(argparse.SUPPRESS),
     "--socket": option(argparse.SUPPRESS, type=int),
     "--webhook": option("POST the report to this address, as JSON", "URL", type=address),

@@ -76,7 +76,8 @@ def _with_a_request(run: Any) -> Any:
         status = getattr(self, "background_thread_status", None)  # from 5.11 on
         # The processes of a tensor-parallel group begin together: for them upstream's error remains.
         alone = getattr(getattr(self, "distributed_helper", None), "tp_size", 1) == 1
-        while alone and _is_asynchronous(self) and self.input_queue.empty():
+        waits = alone and _is_asynchronous(self)
+        while waits and self.input_queue.empty():
             if self.stop_event.is_set() if status is None else status.local_status:
                 if status is not None:
                     status.mark_as_stopped()

@@ -553,7 +553,7 @@ def test_values_behind_the_last_sequence_are_zero() -> None:
 @pytest.mark.skipif(not (5, 3) <= RELEASE < (5, 17), reason="only on 5.3 to 5.16")
 @pytest.mark.parametrize("skip", [[], ["tf5_batching_start"]], ids=["", "without the shim"])
 def test_a_request_may_come_after_the_start(skip: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asynchronous batching, with the inputs of synchronous batching in place of those that need CUDA's streams."""
+    """Asynchronous batching waits for its first request. Its input buffers need CUDA: those of synchronous batching replace them."""
     upstream = importlib.import_module("transformers.generation.continuous_batching.continuous_api")
     monkeypatch.setattr(upstream, "ContinuousBatchingAsyncIOs", upstream.ContinuousBatchingIOs)
     settings = {"num_blocks": 8, PAGE: 256, "max_batch_tokens": 512}
