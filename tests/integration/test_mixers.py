@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -195,6 +197,26 @@ def test_left_alone_by_name_and_put_back(models: Path) -> None:
         assert distance(upstream, expected) > 0.1
     finally:
         kernel_compat.install()
+    found = model(input_ids=ids, position_ids=packed(), use_cache=False).logits
+    assert distance(found, expected) < TOLERANCE
+
+
+def test_a_decorator_that_names_no_arguments(models: Path) -> None:
+    """As transformers 5.13 to 5.15 decorates the mixers of Mamba, Nemotron-H and others."""
+    path = save(models, "mixer_mamba", transformers.AutoModelForCausalLM, MODELS["mamba"]())
+    model, ids = loaded(path, "eager"), torch.randint(3, VOCAB, (1, TOKENS))
+    expected = alone(model, ids)
+
+    def decorated(function: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(self, *args, **kwargs)
+
+        return forward
+
+    model = copy.deepcopy(model)
+    for layer in model.base_model.layers:
+        kind = type(layer.mixer)
+        layer.mixer.__class__ = type("Decorated", (kind,), {"forward": decorated(inspect.unwrap(kind.forward))})
     found = model(input_ids=ids, position_ids=packed(), use_cache=False).logits
     assert distance(found, expected) < TOLERANCE
 
