@@ -392,7 +392,7 @@ def _naming(forward: Any) -> Any:
     """
     forward = inspect.unwrap(forward)
     named = list(inspect.signature(forward).parameters.values())[1:]
-    if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in named):
+    if inspect.isfunction(forward) and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in named):
         beneath = [f for f in inspect.getclosurevars(forward).nonlocals.values() if inspect.isfunction(f)]
         if len(beneath) == 1:
             return _naming(beneath[0])
