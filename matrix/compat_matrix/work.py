@@ -1,5 +1,6 @@
 """Running one cell: its environments, its process, its result. A `Job` can be sent to another process or machine."""
 
+import errno
 import json
 import os
 import signal
@@ -109,11 +110,13 @@ def _run(job: Job, leased: Sequence[str], hosts: Hosts, today: date) -> CellResu
             raise UvError(problem)
         python = job.environments.base(job.parts[0])
         layer = job.environments.layer(job.parts[1], python)
-    except UvError as error:
-        return job.result("failed", "installation", " ".join(str(error).split())[:600], log=str(error))
-    except OSError as error:  # an error of the machine, which every cell would have
-        root = job.environments.root
-        raise MatrixError(f"environments can't be kept in {root}: {error.strerror or error}") from error
+    except (UvError, OSError) as error:
+        full = os.strerror(errno.ENOSPC)
+        if isinstance(error, UvError) and full not in str(error):
+            return job.result("failed", "installation", " ".join(str(error).split())[:600], log=str(error))
+        # An error of the machine, which every cell would have.
+        reason = full if isinstance(error, UvError) else error.strerror or error
+        raise MatrixError(f"environments can't be kept in {job.environments.root}: {reason}") from error
     with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as scratch:
         folder = Path(scratch)
         (folder / "log").touch()

@@ -503,6 +503,24 @@ def test_environments_that_can_not_be_kept_end_a_run(small: Small) -> None:
     assert "environments can't be kept in" in done.stderr
 
 
+def test_a_full_disk_ends_a_run(small: Small) -> None:
+    """It would fail each cell that is installed from then on, and says nothing about any."""
+    small.write("test_it.py", "def test_a(): pass")
+    small.axes(("5.0", "5.1"))
+    for version, size in (("5.0.0", 1), ("5.1.0", 4_000_000)):
+        small.wheel("transformers", version, {"transformers.py": " " * size}, f"{TAG}-tf{version[:3]}")
+    (small.folder / "cache").mkdir()
+    on_small_disk = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=2m none cache && exec "$@"', "sh"]
+    if subprocess.run([*on_small_disk, "true"], cwd=small.folder, check=False, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    environment = small.environment(UV_CACHE_DIR=str(small.folder / "uv"))
+    command = [*on_small_disk, *small.command("run", "--all", "-j", "1")]
+    done = subprocess.run(command, cwd=small.folder, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 2, done
+    assert f"environments can't be kept in {small.folder / 'cache'}: No space left on device" in done.stderr
+    assert {name.split("-")[1]: one.verdict for name, one in small.results().items()} == {"tf5.0": "passed"}
+
+
 def test_a_cell_without_its_gpu_is_not_run(small: Small) -> None:
     small.write("test_it.py", "def test_a(): pass")
     small.axes(("5.0",), axes='device = ["cpu", "cuda"]', more="gpus = 2")
