@@ -382,21 +382,22 @@ def in_current_context(function: Callable[..., Any]) -> Callable[..., Any]:
 @constant
 def parameter_names(module: type) -> tuple[str, ...]:
     """The names of the parameters of a module's forward, without `self`."""
-    return tuple(inspect.signature(_naming(module.forward)).parameters)[1:]  # type: ignore[attr-defined]
+    return _names(module.forward)  # type: ignore[attr-defined]
 
 
-def _naming(forward: Any) -> Any:
-    """The function that names a forward's parameters: one that takes any passes them on to the function that it closes over.
+def _names(forward: Any) -> tuple[str, ...]:
+    """Those of a forward. One that takes any arguments passes them on to the function that it closes over.
 
     Mamba's forwards in transformers 5.13 to 5.15 are decorated so, without functools.wraps.
     """
-    forward = inspect.unwrap(forward)
-    named = list(inspect.signature(forward).parameters.values())[1:]
-    if inspect.isfunction(forward) and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in named):
-        beneath = [f for f in inspect.getclosurevars(forward).nonlocals.values() if inspect.isfunction(f)]
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    function = inspect.unwrap(forward)
+    takes_any = parameters and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    if takes_any and inspect.isfunction(function):
+        beneath = [f for f in inspect.getclosurevars(function).nonlocals.values() if inspect.isfunction(f)]
         if len(beneath) == 1:
-            return _naming(beneath[0])
-    return forward
+            return _names(beneath[0])
+    return tuple(p.name for p in parameters)
 
 
 def arguments_by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
