@@ -384,8 +384,8 @@ def section(axes: Axes, where: Sequence[tuple[str, str, str]], found: Figures, a
     lines = [
         *("", "## Figures", ""),
         f"What each kernel costs on a torch, with transformers {transformers} and Python {python} on {common.one_line(device) or 'a GPU'}.{lower}",
-        f"`tests/gpu/test_figures.py` says what is measured. Each number is the newest one of its cell.{left_out} They come from",
-        "several machines. The host takes most of a step and all of the overhead, so that between torches only ratios (x), memory and errors compare.",
+        f"`tests/gpu/test_figures.py` says what is measured. Each number is the newest one of its cell.{left_out} The host",
+        "takes most of a step and all of the overhead: times vary with what else runs there ([On a GPU](matrix.md#on-a-gpu)); memory and errors don't.",
         "",
         "![Each figure by torch, a line for each kernel](torch_figures.svg)",
         "",
