@@ -92,11 +92,10 @@ class Wheelhouse(BaseModel, frozen=True):
         missing: defaultdict[str, dict[str, None]] = defaultdict(dict)
         for cell in cells:
             for part in (parts[cell.base], parts[cell.layer]):
-                for pin in part.pins:
-                    if pin.sha256 not in there:
-                        missing[f"{pin.name}=={pin.version}"][cell.name] = None
-                pins = (_replacing(there, pin, part.python, cell.torch) or pin for pin in part.pins)
-                found[part.name] = replace(part, pins=tuple(pins))
+                for pin in (pin for pin in part.pins if pin.sha256 not in there):
+                    missing[f"{pin.name}=={pin.version}"][cell.name] = None
+                pins = tuple(_best(there, pin, part.python, cell.torch) for pin in part.pins)
+                found[part.name] = replace(part, pins=pins)
         if missing:
             lines = [f"{what}, for {one_and_more([*those])}" for what, those in sorted(missing.items())]
             if any(what.startswith("torch==") for what in missing):
@@ -130,15 +129,14 @@ def fetch(
     if unsolved := next((part for part in parts.values() if part.problem), None):
         raise MatrixError(f"{unsolved.name} has no solution: {unsolved.problem}")
     needless = torch_alone(axes, cells, parts)
-    left_out = needless if without_torch else {}
-    wanted = [part.without(left_out.get(name, ())) for name, part in parts.items()]
+    wanted = [part.without(needless.get(name, ()) if without_torch else ()) for name, part in parts.items()]
     folder = folder.absolute()
     old = Wheelhouse.open(folder).parts if (folder / "manifest.json").exists() else {}
     try:
         with TemporaryDirectory() as scratch:
             project = _build(axes.folder, Path(scratch))
             runners = _runners(axes, {cell.python for cell in cells}, Path(scratch)) if runner else []
-            files = _gathered(axes, [*wanted, *runners], folder, Path(scratch))
+            there = _gathered(axes, [*wanted, *runners], folder, Path(scratch))
         for part in parts.values():
             write(part, folder / "pins")
         for part in runners:
@@ -149,14 +147,16 @@ def fetch(
         (folder / "manifest.part").replace(folder / "manifest.json")
     except OSError as error:
         raise MatrixError(f"{folder} can't be written: {error.strerror or error}") from error
-    for path, pin in sorted(files.items()):
-        if path.suffix != ".whl":
+    own = [(parts[name], cell.torch) for cell in cells for name in (cell.base, cell.layer)]
+    own += [(part, "") for part in runners]
+    for pin in sorted({_best(there, pin, part.python, torch) for part, torch in own for pin in part.pins}, key=str):
+        if pin.sha256 in there and there[pin.sha256].suffix != ".whl":
             print(
-                f"{pin.name} {pin.version} has no wheel for this platform. The machine that installs it builds one from {path.name}, "
+                f"{pin.name} {pin.version} has no wheel for this platform. The machine that installs it builds one from {there[pin.sha256].name}, "
                 f"which needs a compiler; or add a wheel of it to {folder}, which is then used instead",
                 file=sys.stderr,
             )
-    return [*files, folder / project.name]
+    return [*{there[pin.sha256] for part in [*wanted, *runners] for pin in part.pins}, folder / project.name]
 
 
 def differing(wheel: Path, folder: Path) -> str | None:
@@ -180,8 +180,8 @@ def _by_hash(*folders: Path) -> dict[str, Path]:
         return dict(zip(pool.map(sha256, paths), paths, strict=True))
 
 
-def _gathered(axes: Axes, parts: Sequence[Part], folder: Path, built: Path) -> dict[Path, Pin]:
-    """The files of the pins of parts. The built ones are moved into the folder, and the missing ones are fetched."""
+def _gathered(axes: Axes, parts: Sequence[Part], folder: Path, built: Path) -> dict[str, Path]:
+    """All files in the folder, by their hashes. The built ones are moved there, and missing ones of the parts are fetched."""
     there = _by_hash(folder, built)
     urls = _located(axes, parts, there)
     index = Index()
@@ -205,7 +205,7 @@ def _gathered(axes: Axes, parts: Sequence[Part], folder: Path, built: Path) -> d
             there[digest] = path
     for path in built.glob("*.whl"):
         shutil.move(path, folder / path.name)
-    return {folder / there[pin.sha256].name: pin for part in parts for pin in part.pins}
+    return {digest: folder / path.name for digest, path in there.items()}
 
 
 def _located(axes: Axes, parts: Sequence[Part], there: Collection[str]) -> dict[str, str]:
@@ -249,10 +249,10 @@ def _runners(axes: Axes, pythons: Iterable[str], folder: Path) -> list[Part]:
     ]
 
 
-def _replacing(there: dict[str, Path], pin: Pin, python: str, torch: str) -> Pin | None:
-    """The pin of a wheel that replaces a pinned sdist: of its version, for the Python, and not built for a different torch."""
+def _best(there: dict[str, Path], pin: Pin, python: str, torch: str) -> Pin:
+    """The pin, or of an sdist that of a wheel in its place: of its version, for the Python, and not built for a different torch."""
     if pin.sha256 not in there or there[pin.sha256].suffix == ".whl":
-        return None
+        return pin
     version = tuple(map(int, python.split(".")))
     tags = {*cpython_tags(version), *compatible_tags(version, f"cp{python.replace('.', '')}")}
     for digest, path in there.items():
@@ -264,4 +264,4 @@ def _replacing(there: dict[str, Path], pin: Pin, python: str, torch: str) -> Pin
         fits = built_for is None or f"{torch}.".startswith(f"{built_for[1]}.")
         if name == pin.name and Version(found.public) == Version(pin.version) and tags & theirs and fits:
             return Pin(pin.name, str(found), digest)
-    return None
+    return pin

@@ -360,18 +360,19 @@ def test_another_state_of_the_project_is_refused(project: Small) -> None:
     assert len(passed(project)) == 2
 
 
-def test_an_sdist_is_built_or_replaced_by_a_wheel_added_by_hand(project: Small) -> None:
+def with_fa2(project: Small) -> None:
+    """flash-attn in the index, as an sdist alone, and cells that install it."""
     sdist(project.folder / "index")
     pinned(
         project,
         '[[packages]]\nwhen = "fa==fa2"\nrequires = ["flash-attn>=2.8"]',
         'flash_attention = ["none", "fa2"]',
     )
-    said = fetched(project, "--only", "transformers==5.0")
-    assert (
-        "flash-attn 2.8.3 has no wheel for this platform. The machine that installs it builds one from flash_attn-2.8.3.tar.gz"
-        in said
-    )
+
+
+def test_an_sdist_is_built_or_replaced_by_a_wheel_added_by_hand(project: Small) -> None:
+    with_fa2(project)
+    fetched(project, "--only", "transformers==5.0")
     cell = f"{TAG}-tf5.0-torch2.11-fa2"
     logs = passed(project, cell)
     assert "built against torch 2.11.0" in logs[cell]
@@ -383,6 +384,18 @@ def test_an_sdist_is_built_or_replaced_by_a_wheel_added_by_hand(project: Small) 
     done = project.run("run", "--offline", "house", cell, **offline(project))
     assert done.returncode == 0, done.stdout
     assert "added by hand" in project.results()[cell].log
+
+
+def test_an_sdist_is_mentioned_unless_a_wheel_replaces_it(project: Small) -> None:
+    said = "flash-attn 2.8.3 has no wheel for this platform. The machine that installs it builds one from flash_attn-2.8.3.tar.gz"
+    with_fa2(project)
+    assert said in fetched(project)
+    house = project.folder / "house"
+    wheel(house, "flash_attn", "2.8.3", file="flash_attn-2.8.3+cu12torch2.12-py3-none-any.whl")
+    assert said in fetched(project), "it is for a different torch"
+    wheel(house, "flash_attn", "2.8.3+cu12torch2.11")
+    assert said not in fetched(project)
+    assert "flash-attn" not in fetched(project, "--without-torch")
 
 
 def test_cells_stand_on_the_torch_of_another_environment(project: Small, tmp_path: Path) -> None:
