@@ -39,8 +39,8 @@ STATES = {
     "not run": "not run",
     "excluded": "can't exist",
 }
-#: The words after a number of combinations or cells.
-COUNTED = {"failed": "fail", "known": "known", "flaky": "flaky", "passed": "work", "not run": "not run"}
+#: The order in which combinations are counted.
+COUNTED = ("failed", "known", "flaky", "passed", "not run")
 LEGEND = ("passed", "flaky", "known", "failed", "not run", "excluded")
 #: States in the legend only if a combination has them.
 RARE = ("known", "flaky")
@@ -124,9 +124,9 @@ def sentence(store: Store, current: Mapping[Cell, Past]) -> str:
     months = [f"{time:%B %Y}" for time in (times[0], times[-1])]
     when = f"in {months[0]}" if months[0] == months[1] else f"from {months[0]} to {months[1]}"
     ended = Counter(past.summary.verdict for past in ran.values())
-    words = {**COUNTED, "known": "with known issues"}
-    worked = ", ".join(f"{ended[verdict]} {words[verdict]}" for verdict in ENDED if ended[verdict])
-    worked = "all work" if {*ended} == {"passed"} else worked
+    words = {"known": "with known issues"}
+    worked = ", ".join(f"{ended[verdict]} {words.get(verdict, verdict)}" for verdict in ENDED if ended[verdict])
+    worked = "all passed" if {*ended} == {"passed"} else worked
     return f"{' and '.join(counted)}, {when}; {worked}"
 
 
@@ -216,7 +216,7 @@ def grid(axes: Axes, current: Mapping[Cell, Past]) -> str:
     top = 30.0
     for kind, own in found.items():
         counts = Counter(own.values())
-        words = (f"{counts[state]} {word}" for state, word in COUNTED.items() if counts[state])
+        words = (f"{counts[state]} {state}" for state in COUNTED if counts[state])
         name, said = escape(common.kernel_name(*kind)), ", ".join(words)
         parts.append(f"<g><title>{name}: {said}</title>")
         title = f'<tspan class="text strong">{name}</tspan><tspan class="faint">: {said}</tspan>'
@@ -269,7 +269,7 @@ def figures(store: Store) -> tuple[list[tuple[str, str, str]], Figures]:
     wholes = {run.whole for run in store.runs() if run.suite == "figures"}
     places: dict[tuple[str, str, str], Figures] = {}
     for cell, every in store.measured(wholes).items():
-        for one in every:  # in the order received
+        for one in sorted(every, key=lambda one: one.run.started):
             name, _, kernel = one.figure.name.rpartition(", ")
             own = places.setdefault((one.device, cell.transformers, cell.python), {})
             own.setdefault(name, {}).setdefault(kernel, {}).setdefault(cell.torch, []).append(one.figure)

@@ -129,14 +129,14 @@ def fetch(
     if unsolved := next((part for part in parts.values() if part.problem), None):
         raise MatrixError(f"{unsolved.name} has no solution: {unsolved.problem}")
     needless = torch_alone(axes, cells, parts)
-    wanted = [part.without(needless.get(name, ()) if without_torch else ()) for name, part in parts.items()]
+    wanted = {name: part.without(needless.get(name, ()) if without_torch else ()) for name, part in parts.items()}
     folder = folder.absolute()
     old = Wheelhouse.open(folder).parts if (folder / "manifest.json").exists() else {}
     try:
         with TemporaryDirectory() as scratch:
             project = _build(axes.folder, Path(scratch))
             runners = _runners(axes, {cell.python for cell in cells}, Path(scratch)) if runner else []
-            there = _gathered(axes, [*wanted, *runners], folder, Path(scratch))
+            there = _gathered(axes, [*wanted.values(), *runners], folder, Path(scratch))
         for part in parts.values():
             write(part, folder / "pins")
         for part in runners:
@@ -147,16 +147,16 @@ def fetch(
         (folder / "manifest.part").replace(folder / "manifest.json")
     except OSError as error:
         raise MatrixError(f"{folder} can't be written: {error.strerror or error}") from error
-    own = [(parts[name], cell.torch) for cell in cells for name in (cell.base, cell.layer)]
-    own += [(part, "") for part in runners]
-    for pin in sorted({_best(there, pin, part.python, torch) for part, torch in own for pin in part.pins}, key=str):
-        if pin.sha256 in there and there[pin.sha256].suffix != ".whl":
-            print(
-                f"{pin.name} {pin.version} has no wheel for this platform. The machine that installs it builds one from {there[pin.sha256].name}, "
-                f"which needs a compiler; or add a wheel of it to {folder}, which is then used instead",
-                file=sys.stderr,
-            )
-    return [*{there[pin.sha256] for part in [*wanted, *runners] for pin in part.pins}, folder / project.name]
+    own = [(wanted[name], cell.torch) for cell in cells for name in (cell.base, cell.layer)]
+    used = {_best(there, pin, part.python, torch) for part, torch in own for pin in part.pins}
+    exact = {pin for part in runners for pin in part.pins}  # pip replaces none of them
+    for pin in sorted(used | exact, key=str):
+        if (path := there[pin.sha256]).suffix != ".whl":
+            said = f"{pin.name} {pin.version} has no wheel for this platform. The machine that installs it builds one from {path.name}, which needs a compiler"
+            advice = f"; or add a wheel of it to {folder}, which is then used instead"
+            print(said + advice * (pin in used), file=sys.stderr)
+    files = {there[pin.sha256] for part in [*wanted.values(), *runners] for pin in part.pins}
+    return [*files | {folder / project.name}]
 
 
 def differing(wheel: Path, folder: Path) -> str | None:

@@ -105,13 +105,13 @@ def test_a_store(root: Path, store: Store, write: Write) -> None:
     stored(store, [*ran, replace(on_gpu(failed(gpu_cell("2.11", "fa2"))), started=december)])
     write()
 
-    said = f"7 cells on CPUs and 3 on a GPU ({GPU}), from November 2026 to December 2026; 8 work, 2 fail"
+    said = f"7 cells on CPUs and 3 on a GPU ({GPU}), from November 2026 to December 2026; 8 passed, 2 failed"
     readme = (root / "README.md").read_text(encoding="utf-8")
     assert readme == f"Before. <!-- cells -->{said}<!-- / --> After. <!-- kernels -->kept<!-- / -->\n"
     assert panels(root) == {
-        "no FlashAttention, CPU: 1 fail, 5 work, 3 not run": {"failed": 1, "cross": 1, "passed": 5, "not-run": 3},
-        "FlashAttention-2, GPU: 1 fail, 5 not run": {"failed": 1, "cross": 1, "not-run": 5, "faint": 3},
-        "FlashAttention-4, GPU: 2 work, 7 not run": {"passed": 2, "not-run": 7},
+        "no FlashAttention, CPU: 1 failed, 5 passed, 3 not run": {"failed": 1, "cross": 1, "passed": 5, "not-run": 3},
+        "FlashAttention-2, GPU: 1 failed, 5 not run": {"failed": 1, "cross": 1, "not-run": 5, "faint": 3},
+        "FlashAttention-4, GPU: 2 passed, 7 not run": {"passed": 2, "not-run": 7},
     }
     document = (root / "docs" / "compatibility.md").read_text(encoding="utf-8")
     assert f"The [matrix](matrix.md) ran {said}." in document
@@ -126,10 +126,10 @@ def test_known_failures_and_flaky_tests_are_shown(root: Path, store: Store, writ
     first, second, third = cells(torch=["2.10"])
     stored(store, [replace(passed(first), verdict="flaky"), replace(passed(second), verdict="known"), passed(third)])
     write()
-    assert ">3 cells on CPUs, in November 2026; 1 work, 1 flaky, 1 with known issues<" in (
+    assert ">3 cells on CPUs, in November 2026; 1 passed, 1 flaky, 1 with known issues<" in (
         root / "README.md"
     ).read_text("utf-8")
-    assert panels(root)["no FlashAttention, CPU: 1 known, 1 flaky, 1 work, 6 not run"]["known"] == 1
+    assert panels(root)["no FlashAttention, CPU: 1 known, 1 flaky, 1 passed, 6 not run"]["known"] == 1
     picture = (root / "docs" / "compatibility.svg").read_text(encoding="utf-8")
     assert {"known issue", "flaky"} <= {*re.findall(r">([^<>]+)</text>", picture)}
 
