@@ -14,6 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from sqlalchemy import text
 from stored import cells, failed, not_run, passed, stored
 
 from compat_matrix.cells import Cell
@@ -166,6 +167,15 @@ def test_figures(root: Path, store: Store, write: Write) -> None:
     assert picture.count("<circle") == 7 + 4
     write()
     assert (root / "docs" / "torch_figures.svg").read_text(encoding="utf-8") == picture
+
+
+def test_a_figure_is_that_of_the_run_which_began_last(root: Path, store: Store, write: Write) -> None:
+    for value in (10.0, 20.0):
+        measured(store, gpu_cell("2.11"), Figure("step time, flash_attention_4", value, "ms"))
+    with store.writing() as connection:  # as if it came from another machine, later
+        connection.execute(text("UPDATE run SET started = '2020-01-01 00:00:00' WHERE id = 2"))
+    write()
+    assert rows(root) == ["| `flash_attention_4` | step time | 10 ms |  |  |"]
 
 
 def test_a_missing_release_interrupts_the_line(root: Path, store: Store, write: Write) -> None:
