@@ -39,8 +39,6 @@ STATES = {
     "not run": "not run",
     "excluded": "can't exist",
 }
-#: The order in which combinations are counted.
-COUNTED = ("failed", "known", "flaky", "passed", "not run")
 LEGEND = ("passed", "flaky", "known", "failed", "not run", "excluded")
 #: States in the legend only if a combination has them.
 RARE = ("known", "flaky")
@@ -216,7 +214,7 @@ def grid(axes: Axes, current: Mapping[Cell, Past]) -> str:
     top = 30.0
     for kind, own in found.items():
         counts = Counter(own.values())
-        words = (f"{counts[state]} {state}" for state in COUNTED if counts[state])
+        words = (f"{counts[state]} {state}" for state in STATES if counts[state] and state != "excluded")
         name, said = escape(common.kernel_name(*kind)), ", ".join(words)
         parts.append(f"<g><title>{name}: {said}</title>")
         title = f'<tspan class="text strong">{name}</tspan><tspan class="faint">: {said}</tspan>'

@@ -92,8 +92,9 @@ class Wheelhouse(BaseModel, frozen=True):
         missing: defaultdict[str, dict[str, None]] = defaultdict(dict)
         for cell in cells:
             for part in (parts[cell.base], parts[cell.layer]):
-                for pin in (pin for pin in part.pins if pin.sha256 not in there):
-                    missing[f"{pin.name}=={pin.version}"][cell.name] = None
+                for pin in part.pins:
+                    if pin.sha256 not in there:
+                        missing[f"{pin.name}=={pin.version}"][cell.name] = None
                 pins = tuple(_best(there, pin, part.python, cell.torch) for pin in part.pins)
                 found[part.name] = replace(part, pins=pins)
         if missing:
@@ -112,7 +113,7 @@ def fetch(
     latest: bool = False,
     without_torch: bool = False,
     runner: bool = False,
-) -> list[Path]:
+) -> set[Path]:
     """Write a wheelhouse for cells, or add to one; returns their files. Those that are there are not fetched again.
 
     Args:
@@ -149,14 +150,13 @@ def fetch(
         raise MatrixError(f"{folder} can't be written: {error.strerror or error}") from error
     own = [(wanted[name], cell.torch) for cell in cells for name in (cell.base, cell.layer)]
     used = {_best(there, pin, part.python, torch) for part, torch in own for pin in part.pins}
-    exact = {pin for part in runners for pin in part.pins}  # pip replaces none of them
+    exact = {pin for part in runners for pin in part.pins}  # pip installs the pinned file alone
     for pin in sorted(used | exact, key=str):
         if (path := there[pin.sha256]).suffix != ".whl":
+            advice = f"; or add a wheel of it to {folder}, which is then used instead" if pin in used else ""
             said = f"{pin.name} {pin.version} has no wheel for this platform. The machine that installs it builds one from {path.name}, which needs a compiler"
-            advice = f"; or add a wheel of it to {folder}, which is then used instead"
-            print(said + advice * (pin in used), file=sys.stderr)
-    files = {there[pin.sha256] for part in [*wanted.values(), *runners] for pin in part.pins}
-    return [*files | {folder / project.name}]
+            print(said + advice, file=sys.stderr)
+    return {folder / project.name, *(there[pin.sha256] for part in [*wanted.values(), *runners] for pin in part.pins)}
 
 
 def differing(wheel: Path, folder: Path) -> str | None:
