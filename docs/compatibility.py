@@ -267,6 +267,7 @@ def figures(store: Store) -> tuple[list[tuple[str, str, str]], Figures]:
     wholes = {run.whole for run in store.runs() if run.suite == "figures"}
     places: dict[tuple[str, str, str], Figures] = {}
     for cell, every in store.measured(wholes).items():
+        # Not in the order received: the runs of several machines are merged in any order.
         for one in sorted(every, key=lambda one: one.run.started):
             name, _, kernel = one.figure.name.rpartition(", ")
             own = places.setdefault((one.device, cell.transformers, cell.python), {})
