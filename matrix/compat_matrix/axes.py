@@ -277,9 +277,9 @@ class Axes(_Table):
         condition = self._condition(only)
         cells = [cell for cell in self.cells if condition(cell) and (not names or cell.name in names)]
         if not cells:
-            whys = [f": {because}" for because in self.excluded(only).values()]
+            reasons = "; ".join(dict.fromkeys(self.excluded(only).values()))
             what = "is left by its rules" if only is None else f"matches {only!r}"
-            raise MatrixError(f"no cell of {self.path.name} {what}{''.join(whys[:1])}")
+            raise MatrixError(f"no cell of {self.path.name} {what}{reasons and f': {reasons}'}")
         cells = cover(cells) if pairwise else cells
         if part is not None and not (cells := shard(cells, part)):
             raise MatrixError(f"the part {part} has no cells")

@@ -243,6 +243,11 @@ def test_cells_are_selected_by_condition_and_by_name(axes: Axes) -> None:
     [
         ("transformers==5.4", [], "no cell of axes.toml matches 'transformers==5.4'"),
         ("transformers==5.21 and python==3.10", [], "matches .*: transformers 5.21 needs Python 3.11"),
+        (
+            "transformers==5.21 and python==3.10 or flash_attention==fa4 and device==cpu",
+            [],
+            "matches .*: (transformers 5.21 needs Python 3.11; no kernel|no kernel; transformers 5.21 needs Python 3.11)$",
+        ),
         ("device==cuda", ["py311-tf5.21-torch2.10"], "no cell of axes.toml matches 'device==cuda'"),
         (None, ["py311-tf5.22-torch2.10"], "there is no cell 'py311-tf5.22-torch2.10' in axes.toml"),
         (None, ["py311"], "there is no cell 'py311' in axes.toml"),
