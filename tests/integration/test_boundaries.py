@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from packed_and_wrapped import recomputing
 from tiny import NAME, SHAPE, TRANSFORMERS, VOCAB, WINDOW, distance, load, save, there
 from torch import Tensor
 from torch.distributed._composable import checkpoint
+from transformers import DynamicCache
+
+from kernel_compat.attention.roles import CACHE
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
@@ -228,11 +232,19 @@ def test_lengths_that_others_contradict(pair: tuple[Any, Any], contradiction: st
         pair[1](input_ids=ids, use_cache=False, **given)
 
 
-def test_a_cache_of_packed_sequences_is_not_continued(pair: tuple[Any, Any]) -> None:
-    ids = tokens()
-    outputs = pair[1](input_ids=ids, position_ids=positions(), use_cache=True)
-    with pytest.raises(ValueError, match="cache of packed sequences"):
-        pair[1](input_ids=ids[:, :1], past_key_values=outputs.past_key_values, use_cache=True)
+@pytest.mark.parametrize("form", ["outputs", "tuple", "own"])
+def test_a_cache_of_packed_sequences_is_not_continued(pair: tuple[Any, Any], form: str) -> None:
+    """However the cache comes back, and under whichever name the release has for it: `cache` since 5.24."""
+    model, ids = pair[1], tokens()
+    name = CACHE.spelled(inspect.signature(model.forward).parameters)
+    assert name is not None
+    cache = DynamicCache() if form == "own" else None
+    packed = {"input_ids": ids, "position_ids": positions(), "use_cache": True, name: cache}
+    outputs = model(**packed, return_dict=form != "tuple")
+    found = {"outputs": lambda: outputs[name], "tuple": lambda: outputs[1], "own": lambda: cache}[form]()
+    for spelling in {name, "past_key_values"}:  # the old one is still accepted
+        with pytest.raises(ValueError, match="cache of packed sequences"):
+            model(input_ids=ids[:, :1], **{spelling: found}, use_cache=True)
 
 
 def test_two_threads_and_an_error(pair: tuple[Any, Any]) -> None:

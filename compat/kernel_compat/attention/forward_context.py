@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .boundaries import Packing, Sequences, find_packing, require_agreement, restarts_of
 from .call import PackedLengths
+from .roles import EMBEDDINGS, MASK, POSITIONS, TOKENS, cache_of, cache_returned
 from .tensors import constant, same_storage
 
 __all__ = [
@@ -66,7 +67,7 @@ class ForwardContext:
     Attributes:
         batch, length: of ``input_ids`` or ``inputs_embeds``; 0 if the model gets neither, as a vision tower.
         implementation: the model's ``attn_implementation``.
-        cache: the model's ``past_key_values``.
+        cache: the KV cache.
         masks_by_layer_type: whether ``attention_mask`` is a dict of masks, as `generate` makes them before the call.
         tokens_only: whether the tokens are the model's only input, so that every attention layer of its own is over them.
         has_encoder_states: whether the model gets the states of an encoder.
@@ -87,22 +88,22 @@ class ForwardContext:
     """
 
     def __init__(self, model: Any, arguments: dict[str, Any], outer: ForwardContext | None) -> None:
-        self._ids, self._embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+        self._ids, self._embeddings = TOKENS.of(arguments), EMBEDDINGS.of(arguments)
         tokens = self._embeddings if self._ids is None else self._ids
         sized = isinstance(tokens, Tensor) and tokens.ndim == (2 if self._ids is not None else 3)
-        self.batch: int = tokens.shape[0] if sized else 0  # type: ignore[union-attr]
-        self.length: int = tokens.shape[1] if sized else 0  # type: ignore[union-attr]
+        self.batch: int = tokens.shape[0] if sized else 0
+        self.length: int = tokens.shape[1] if sized else 0
         config = getattr(model, "config", None)
         self.implementation = getattr(config, "_attn_implementation", None)
         self._encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.tokens_only, self.has_encoder_states = sized, False
         for name, value in arguments.items():
-            if isinstance(value, Tensor) and value.is_floating_point() and name != "inputs_embeds":
+            if isinstance(value, Tensor) and value.is_floating_point() and name not in EMBEDDINGS.spellings:
                 if name.startswith(("encoder_", "cross_")):
                     self.has_encoder_states = True
-                elif value.ndim > 2 and name != "attention_mask":
+                elif value.ndim > 2 and name not in MASK.spellings:
                     self.tokens_only = False
-        mask = arguments.get("attention_mask")
+        mask = MASK.of(arguments)
         self.records: list[MaskRecord] = []
         self.full_masks: list[tuple[Tensor, bool]] = []
         self.masks_by_layer_type = isinstance(mask, dict)
@@ -112,13 +113,13 @@ class ForwardContext:
             mask = min((m for m in mask.values() if isinstance(m, Tensor)), key=lambda m: m.ndim, default=None)
         self.mask: Tensor | None = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         self.has_4d_mask = isinstance(mask, Tensor) and mask.ndim == 4
-        positions = arguments.get("position_ids")
+        positions = POSITIONS.of(arguments)
         self.positions: Tensor | None = positions if isinstance(positions, Tensor) else None
-        past = self.cache = arguments.get("past_key_values")
+        past = self.cache = cache_of(arguments)
         if past is not None and not torch.compiler.is_compiling() and _identity_of(past) in _packed_caches:
             raise ValueError("a cache of packed sequences can't be continued: it doesn't say which of them goes on")
         self.lengths = PackedLengths.of(arguments)
-        self.takes_positions = "position_ids" in parameter_names(type(model))
+        self.takes_positions = POSITIONS.spelled(parameter_names(type(model))) is not None
         self.rows: dict[bool, Any] = {}
         self.padded_rows: Any = None
         self.packing: Packing | None = None
@@ -174,11 +175,11 @@ class ForwardContext:
         return packed
 
     def close(self, outputs: Any) -> None:
-        """Mark the cache that the forward returned, if packed sequences were put in it."""
+        """Mark the caches of the forward, its argument and the one that it returned, if packed sequences were put in them."""
         if any(self.rows.values()) or self.lengths or any(self._sequences.values()):
-            past = _identity_of(getattr(outputs, "past_key_values", None))
-            if getattr(type(past), "__weakref__", None) is not None:
-                _packed_caches[past] = True
+            for past in map(_identity_of, (self.cache, cache_returned(outputs))):
+                if getattr(type(past), "__weakref__", None) is not None:
+                    _packed_caches[past] = True
 
     def covers(self, batch: int, q_len: int, kv_len: int, causal: bool) -> bool:
         """Whether attention of these sizes is over the tokens of this call and no others."""

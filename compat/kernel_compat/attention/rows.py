@@ -19,11 +19,10 @@ from ..kernels.memo import fixed_shapes
 from .boundaries import Sequences, offsets_on_host
 from .call import PackedLengths
 from .forward_context import ForwardContext, within
+from .roles import LAYER_CACHE, USE_CACHE
 
-__all__ = ["CACHE_ARGUMENTS", "RowCall", "Rows", "packed_rows", "padded_rows"]
+__all__ = ["RowCall", "Rows", "packed_rows", "padded_rows"]
 
-#: Arguments with the state of earlier calls.
-CACHE_ARGUMENTS = frozenset({"cache", "cache_params", "past_key_value", "past_key_values", "state"})
 #: Arguments about the whole packed row, which its sequences must not get.
 _PACKED_ARGUMENTS = frozenset({"cache_position", "seq_idx", *PackedLengths._fields})
 
@@ -189,15 +188,15 @@ class RowCall:
     def _in_rows(self, name: str, value: Any, source: Tensor, lengths: Tensor) -> Any:
         """An argument for one group of rows."""
         batch, length = self.context.batch, self.context.length
-        if self.keeps_cache and (name in CACHE_ARGUMENTS or name == "use_cache"):
+        if self.keeps_cache and (name in LAYER_CACHE.spellings or name in USE_CACHE.spellings):
             return value
         if self.keeps_cache and name == "cache_position" and isinstance(value, Tensor):
             return value[: source.shape[1]]
-        if name in CACHE_ARGUMENTS or name in _PACKED_ARGUMENTS:
+        if name in LAYER_CACHE.spellings or name in _PACKED_ARGUMENTS:
             return None
         if "mask" in name:
             return _mask_in_rows(value, source, lengths, (batch, length))
-        if name == "use_cache":
+        if name in USE_CACHE.spellings:
             return False
         if isinstance(value, (tuple, list)):
             return type(value)(self._in_rows("", part, source, lengths) for part in value)
@@ -246,7 +245,7 @@ class RowCall:
         return result.transpose(1, 2) if heads_first else result
 
     def _cache(self) -> Any:
-        return next((value for name, value in self.arguments.items() if name in CACHE_ARGUMENTS), None)
+        return LAYER_CACHE.of(self.arguments)
 
 
 def _mask_in_rows(mask: Any, source: Tensor, lengths: Tensor, shape: tuple[int, int]) -> Tensor | None:

@@ -15,14 +15,14 @@ from ..boundaries import Sequences
 from ..call import PackedLengths
 from ..forward_context import ForwardContext, set_context
 from ..padding import runs
-from ..rows import CACHE_ARGUMENTS
+from ..roles import LAYER_CACHE
 from ..tensors import require, same_storage
 from .token_rows import put_rows, take_rows
 
 __all__ = ["Request", "Unpadding"]
 
 #: Arguments of a layer that are a KV cache.
-_CACHES = CACHE_ARGUMENTS | {"layer_past"}
+_CACHES = frozenset(LAYER_CACHE.spellings)
 #: The outputs of an inner model that a head gets.
 _MAIN = ("logits", "last_hidden_state")
 

@@ -1,0 +1,87 @@
+"""transformers' names by role. A release may rename an argument; its role stays."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = [
+    "CACHE",
+    "EMBEDDINGS",
+    "LAYER_CACHE",
+    "MASK",
+    "POSITIONS",
+    "TOKENS",
+    "USE_CACHE",
+    "Role",
+    "cache_of",
+    "is_cache",
+]
+
+
+class Role(NamedTuple):
+    """A value that the library reads from arguments, outputs or attributes, under every name that a release gave it.
+
+    Attributes:
+        name: of the role, for messages.
+        spellings: its names, the newest first.
+    """
+
+    name: str
+    spellings: tuple[str, ...]
+
+    def of(self, arguments: Mapping[str, Any]) -> Any:
+        """The value among arguments by name; None if it isn't there."""
+        for spelling in self.spellings:
+            if arguments.get(spelling) is not None:
+                return arguments[spelling]
+        return None
+
+    def attribute_of(self, owner: Any) -> Any:
+        """The value of an object's attribute; None if it has none of them."""
+        for spelling in self.spellings:
+            if (value := getattr(owner, spelling, None)) is not None:
+                return value
+        return None
+
+    def spelled(self, names: Iterable[str]) -> str | None:
+        """The spelling among names, such as those of a function's parameters; None if it isn't there."""
+        names = set(names)
+        return next((spelling for spelling in self.spellings if spelling in names), None)
+
+
+TOKENS = Role("tokens", ("input_ids",))
+EMBEDDINGS = Role("embeddings", ("inputs_embeds",))
+MASK = Role("mask", ("attention_mask",))
+POSITIONS = Role("positions", ("position_ids",))
+#: Of a model's forward, a mask's function and a model's outputs: `cache` since 5.24.
+CACHE = Role("cache", ("cache", "past_key_values"))
+#: Of a layer's forward, with the states of recurrences.
+LAYER_CACHE = Role(
+    "cache of a layer", ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past", "state")
+)
+USE_CACHE = Role("use of a cache", ("use_cache",))
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache by its type, whatever the name that it has."""
+    module = sys.modules.get("transformers.cache_utils")
+    return module is not None and isinstance(value, module.Cache)
+
+
+def cache_of(values: Mapping[str, Any]) -> Any:
+    """The cache among a model's arguments by name: by its role, or else by its type."""
+    found = CACHE.of(values)
+    if found is not None or torch.compiler.is_compiling():
+        return found
+    return next(filter(is_cache, values.values()), None)
+
+
+def cache_returned(outputs: Any) -> Any:
+    """The cache among a model's outputs, a mapping or a tuple."""
+    if isinstance(outputs, tuple):
+        outputs = dict(enumerate(outputs))
+    return cache_of(outputs) if isinstance(outputs, Mapping) else None
