@@ -16,7 +16,7 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from kernel_compat.patching.seam import Seam, parameter_problem
+from kernel_compat.patching.seam import Read, Seam
 from kernel_compat.patching.shim import Shim
 
 from .index import THREADS, Index
@@ -176,8 +176,7 @@ def check(shims: Iterable[Shim], findings: Findings) -> list[Disagreement]:
                 if doubts:
                     certain = len(doubts) == len(forms) and all(sure for _, sure in doubts)
                     what = " or ".join(dict.fromkeys(text for text, _ in doubts))
-                    expected = "an attribute" if seam.any_form else f"({', '.join([*seam.parameters, '...'])})"
-                    found.append(Disagreement(shim.name, seam.target, release, expected, what, certain))
+                    found.append(Disagreement(shim.name, seam.target, release, seam.expected, what, certain))
     return found
 
 
@@ -191,9 +190,10 @@ def _doubt(seam: Seam, found: Found) -> tuple[str, bool] | None:
     """Why a seam isn't as expected, and whether that is certain; None if it is."""
     if seam.inherited and found.inherited:  # the shim gives the class one of its own
         return None
-    if found.kind in ("missing", "unknown") or found.inherited:  # a shim replaces the class's own attribute
-        return str(found), found.kind != "unknown" or found.inherited
-    if seam.any_form:
+    inherited = found.inherited and seam.replaced  # a shim replaces the class's own attribute
+    if found.kind in ("missing", "unknown") or inherited:
+        return str(found), found.kind != "unknown" or inherited
+    if seam.any_form or (isinstance(seam, Read) and not seam.roles):
         return None
     if found.kind == "value" or found.signature is None:
         return str(found), found.type in _NOT_CALLABLE
@@ -201,5 +201,5 @@ def _doubt(seam: Seam, found: Found) -> tuple[str, bool] | None:
     def stand_in() -> None: ...
 
     vars(stand_in)["__signature__"] = found.parsed
-    problem = parameter_problem(stand_in, seam.parameters)
+    problem = seam.form_problem(stand_in)
     return (problem, True) if problem else None

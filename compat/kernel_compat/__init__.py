@@ -30,11 +30,18 @@ if TYPE_CHECKING:
     from .attention.sequence_parallel.ulysses import ulysses
     from .choosing.torch_backend import use_torch_flash_backend
     from .environment import Device, Environment
-    from .errors import KernelCompatError, KernelUnavailableError, SeamError, UnsupportedFeatureError
+    from .errors import (
+        KernelCompatError,
+        KernelUnavailableError,
+        SeamError,
+        UnprotectedError,
+        UnprotectedWarning,
+        UnsupportedFeatureError,
+    )
     from .kernels import Features, Functions, Kernel, Provider, known_kernels
     from .patching.handle import Handle
     from .patching.report import ShimReport
-    from .patching.seam import Seam
+    from .patching.seam import Read, Seam
     from .patching.shim import Shim
 
 #: The modules that have the public names. Each is imported on first use, so that this import costs next to nothing.
@@ -54,11 +61,14 @@ __all__ = [
     "KernelCompatError",
     "KernelUnavailableError",
     "Provider",
+    "Read",
     "Report",
     "Seam",
     "SeamError",
     "Shim",
     "ShimReport",
+    "UnprotectedError",
+    "UnprotectedWarning",
     "UnsupportedFeatureError",
     "attention_function",
     "install",

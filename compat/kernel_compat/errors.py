@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["KernelCompatError", "KernelUnavailableError", "SeamError", "UnknownNameError", "UnsupportedFeatureError"]
+__all__ = [
+    "KernelCompatError",
+    "KernelUnavailableError",
+    "SeamError",
+    "UnknownNameError",
+    "UnprotectedError",
+    "UnprotectedWarning",
+    "UnsupportedFeatureError",
+]
 
 
 class KernelCompatError(Exception):
@@ -40,6 +48,29 @@ class SeamError(KernelCompatError, RuntimeError):
         self.found = found
         self.version = version
         super().__init__(f"{seam} ({version}): expected {expected}, found {found}")
+
+
+class UnprotectedError(KernelCompatError, RuntimeError):
+    """A call is refused because a shim that protects it could not be applied; the message names the seam and what to do.
+
+    Attributes:
+        shim: the name of the shim.
+        protects: what would be wrong without it, perhaps silently.
+        reason: why it isn't applied: the seam, what was expected, and what is there.
+    """
+
+    def __init__(self, shim: str, protects: str, reason: str) -> None:
+        self.shim = shim
+        self.protects = protects
+        self.reason = reason
+        super().__init__(
+            f"{protects} could be silently wrong, because the shim {shim} is not applied: {reason}. Remove that change before "
+            "kernel_compat.install(), use 'eager' or 'sdpa', or pass install(broken='allow') to run unprotected."
+        )
+
+
+class UnprotectedWarning(UserWarning):
+    """`install()` could not apply a shim."""
 
 
 class UnknownNameError(KernelCompatError, ValueError):

@@ -8,10 +8,11 @@ from functools import cache, wraps
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
-from kernel_compat.attention.defaults import resolve, unproven
+from kernel_compat.attention.defaults import require_protected, resolve, unproven
 from kernel_compat.attention.names import AttentionName
 from kernel_compat.choosing.flash_flags import require_flash_support
 from kernel_compat.choosing.layers import require_declared
+from kernel_compat.patching.pass_through import unwrapped
 from kernel_compat.patching.seam import Seam
 
 from . import _own_attention
@@ -92,6 +93,7 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
         entry = resolve(attn_implementation)
         if entry is None:
             return original(self, attn_implementation, *args, **kwargs)
+        require_protected()
         require_flash_support(self, entry.name, any_mask=entry.supported.masks)
         require_declared(self, entry)
         _own_attention.prepare(type(self), entry.name)
@@ -110,7 +112,8 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
 
 
 def with_globals(original: Any, **names: Any) -> Callable[..., Any]:
-    """A copy of a function with globals of its own: a copy of the function's, and `names`."""
+    """A copy of a function, without other code's wrappers, with globals of its own: a copy of the function's, and `names`."""
+    original = unwrapped(original)
     globals_ = {**original.__globals__, **names}
     copy = FunctionType(original.__code__, globals_, original.__name__, original.__defaults__, original.__closure__)
     copy.__kwdefaults__ = original.__kwdefaults__

@@ -68,6 +68,12 @@ def _refuse_attention_weights(model: Any, requested: bool | None) -> None:
         )
 
 
+def _all_open() -> Callable[[], None]:
+    from kernel_compat.attention.forward_context import all_open
+
+    return all_open()
+
+
 def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,16 +149,19 @@ def _enabling(original: Callable[..., Any]) -> Callable[..., Any]:
 SHIMS = (
     Shim(
         name="model_forward",
+        protects="packed sequences and padding in layers that get neither positions nor lengths nor masks from their model",
         distribution="transformers",
         versions=">=4.54,<6",
         reason="models don't pass positions, lengths and masks to layers that don't read them upstream (gpt2, hybrid models)",
         upstream="huggingface/transformers#32937, huggingface/transformers#44717",
         delete_when="every model passes these arguments to its layers",
-        seams=(Seam(f"{MODEL}.__call__", ("self",), inherited=True),),
+        seams=(Seam(f"{MODEL}.__call__", ("self",), inherited=True, passes_on=True),),
         replace=each(_call),
+        complete=_all_open,
     ),
     Shim(
         name="packed_mixers",
+        protects="packed sequences in linear attention, SSMs, recurrences and convolutions",
         distribution="transformers",
         versions=">=4.54,<6",
         reason="linear attention, SSMs, recurrences and convolutions run on from one packed sequence into the next",
@@ -164,6 +173,7 @@ SHIMS = (
     ),
     Shim(
         name="checkpoint",
+        protects="layers that are computed again in the backward pass",
         distribution="torch",
         versions=">=2.10,<3",
         reason="a layer that is recomputed in the backward pass needs the arguments of its model's forward",
@@ -178,6 +188,7 @@ SHIMS = (
     ),
     Shim(
         name="gradient_checkpointing",
+        protects="layers that are computed again in the backward pass",
         distribution="transformers",
         versions=">=4.54,<6",
         reason="DeepSpeed, Unsloth and LLaMA-Factory give models checkpoint functions of their own instead of torch's",

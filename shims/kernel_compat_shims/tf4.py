@@ -46,6 +46,7 @@ def _config(original: Callable[..., Any]) -> Callable[..., Any]:
 SHIMS = (
     Shim(
         name="tf4_flash_forward",
+        protects="the kernel of every flash attention but the first",
         distribution="transformers",
         versions=">=4.55,<5",
         reason="the first flash implementation loaded serves every model; 4.55 also makes sliding windows one token too wide",
@@ -56,6 +57,7 @@ SHIMS = (
     ),
     Shim(
         name="tf4_loader",
+        protects="the kernel of a registered name",
         distribution="transformers",
         versions=">=4.55,<5",
         reason="transformers keeps the first flash implementation it loads, and later names get that one too",
@@ -66,6 +68,7 @@ SHIMS = (
     ),
     Shim(
         name="tf4_check",
+        protects="the attention of a model that is loaded under a registered name",
         distribution="transformers",
         versions=">=4.54,<5",
         reason="4.57 replaces names that start with flash_attention by a hub kernel where FlashAttention is not installed",

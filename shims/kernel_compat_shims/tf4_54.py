@@ -62,6 +62,7 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
 SHIMS = (
     Shim(
         name="tf4_54_flash_forward",
+        protects="the kernel of every flash attention but the first, and batches without a mask",
         distribution="transformers",
         versions="==4.54.*",
         reason="the first flash implementation loaded serves every model, sliding windows are one token too wide, and without a mask "
@@ -74,6 +75,7 @@ SHIMS = (
     ),
     Shim(
         name="tf4_54_loader",
+        protects="the kernel of a registered name",
         distribution="transformers",
         versions="==4.54.*",
         reason="if flash_attn does not import, the loader prompts on the terminal, which hangs a job",
@@ -84,6 +86,7 @@ SHIMS = (
     ),
     Shim(
         name="tf4_54_generate",
+        protects="generation from a batch",
         distribution="transformers",
         versions="==4.54.*",
         reason="generate makes up cu_seq_lens_* that are wrong for a batch: queries of one sequence attend to another's keys",

@@ -55,6 +55,7 @@ def _preload(name: str) -> None:
 SHIMS = (
     Shim(
         name="tf5_flash_forward",
+        protects="attention sinks, and models that call transformers' flash attention themselves",
         distribution="transformers",
         versions=">=5.0,<6",
         reason="transformers drops attention sinks, and passes FlashAttention-4 the maximum length as a tensor, which raises",
@@ -65,6 +66,7 @@ SHIMS = (
     ),
     Shim(
         name="tf5_loader",
+        protects="the kernel of a registered name",
         distribution="transformers",
         versions=">=5.0,<6",
         reason="names with flash in them are looked up on the hub, and up to 5.22 count as loaded even if that fails",
@@ -75,6 +77,7 @@ SHIMS = (
     ),
     Shim(
         name="tf5_check",
+        protects="the attention of a model that is loaded under a registered name",
         distribution="transformers",
         versions=">=5.0,<6",
         reason="a name is taken for FlashAttention-2 by a part of it (5.0 to 5.3) or replaced by a compatible one (from 5.2)",

@@ -91,6 +91,7 @@ def _with_a_request(run: Any) -> Any:
 SHIMS = (
     Shim(
         name="tf5_batching_streams",
+        protects="continuous batching",
         distribution="transformers",
         versions=">=5.3,<6",
         reason="continuous batching reads its inputs on another stream than it fills them on, without waiting: tokens are wrong",
@@ -104,6 +105,7 @@ SHIMS = (
     ),
     Shim(
         name="tf5_batching_offsets",
+        protects="continuous batching",
         distribution="transformers",
         versions=">=5.3,<5.13",
         reason="asynchronous continuous batching completes offsets on a GPU before they are copied there: tokens are wrong with FlashAttention-4",

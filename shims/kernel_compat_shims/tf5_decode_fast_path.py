@@ -13,6 +13,7 @@ from typing import Any
 
 from kernel_compat.attention.defaults import resolve
 from kernel_compat.errors import KernelCompatError
+from kernel_compat.patching.pass_through import unwrapped
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
 
@@ -27,6 +28,7 @@ _logger = logging.getLogger(__name__)
 
 def _decision(decide: Callable[..., Any]) -> Callable[..., Any]:
     """Upstream's decision, which for a registered name depends on its kernel and no longer on the name."""
+    decide = unwrapped(decide)
     if _QUESTION not in getattr(getattr(decide, "__code__", None), "co_names", ()):
         raise KernelCompatError(f"{decide.__name__} no longer calls {_QUESTION}")
 
@@ -81,6 +83,7 @@ def _windows(config: Any) -> str | None:
 
 SHIM = Shim(
     name="tf5_decode_fast_path",
+    protects="continuous batching",
     distribution="transformers",
     versions=">=5.4,<6",
     reason="names with a 3 in them, from 5.13 on a 2 too, get a block table whether or not their kernel has a paged cache",

@@ -930,7 +930,7 @@ def test_an_untested_transformers_warns(
     world: World, version: str, says: str | None, recwarn: pytest.WarningsRecorder
 ) -> None:
     class Unpublished(AttentionRegistry):
-        def publish(self, environment: Environment) -> None:
+        def publish(self, environment: Environment, unprotected: object) -> None:
             self._installed = True
 
     installation = Installation([Unpublished()], lambda: ([], {}), lambda _: Environment(packages=world.packages))

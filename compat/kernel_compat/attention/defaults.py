@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from ..environment import torch_flash_backend
+from ..errors import UnprotectedError, UnprotectedWarning
 from ..kernels import Features, ForwardOnly, Kernel, LayeredKernel, as_kernel
 from ..patching import report
 from ..patching.installation import Installation
@@ -29,6 +31,7 @@ __all__ = [
     "mask_function",
     "register_attention",
     "registered_attention",
+    "require_protected",
     "resolve",
     "status",
     "uninstall",
@@ -37,7 +40,7 @@ __all__ = [
 ]
 
 registry = AttentionRegistry()
-installation = Installation([registry])
+installation = Installation([registry], concerns=registry.concerns)
 
 resolve = registry.resolve
 
@@ -73,12 +76,18 @@ class Report(report.Report):
         return super().ok and all(state in ("available", "pending") for state in self.attention.values())
 
 
-def install(*, skip: Collection[str] = (), only: Collection[str] | None = None, unproven: str | None = None) -> Report:
+def install(
+    *,
+    skip: Collection[str] = (),
+    only: Collection[str] | None = None,
+    unproven: str | None = None,
+    broken: str = "refuse",
+) -> Report:
     """Apply every shim this environment needs and make the registered attention names known to transformers.
 
     Imports the upstream modules whose seams it replaces. Each shim is applied whole or not at all: one that finds
-    a seam missing or changed is reported as failed, and the others still apply. Calling it again is cheap and
-    applies the shims that have become applicable since.
+    a seam missing or changed is reported as failed with an `UnprotectedWarning`, and the others still apply. Calling it again
+    is cheap and applies the shims that have become applicable since.
 
     Examples:
         >>> import kernel_compat
@@ -94,15 +103,18 @@ def install(*, skip: Collection[str] = (), only: Collection[str] | None = None, 
             in its table; others are proven at load on a tiny model of their own class, once, which takes some seconds and is
             kept in the user's cache. ``"allow"`` leaves that out. By default the value of an earlier call, or else the
             environment variable ``KERNEL_COMPAT_UNPROVEN``, or else ``"warn"``.
+        broken: the reaction to calls that a failed shim protects, as `ShimReport.protects` says: ``"refuse"`` raises an
+            `UnprotectedError` in them, ``"allow"`` runs them as they are, perhaps silently wrong.
 
     Raises:
-        ValueError: `skip` or `only` names a shim that doesn't exist, or `unproven` is not one of the values above.
+        ValueError: `skip` or `only` names a shim that doesn't exist, or `unproven` or `broken` is not one of the values above.
         TypeError: `skip` or `only` is a single string.
     """
     unproven = _checked(unproven)
     _register_entry_points()
-    found = installation.install(skip=skip, only=only)
+    found = installation.install(skip=skip, only=only, broken=broken)
     registry.unproven = unproven or registry.unproven
+    _warn_of_failures(found)
     return _with_attention(found)
 
 
@@ -119,9 +131,21 @@ def status() -> Report:
     return _with_attention(installation.status())
 
 
+def _warn_of_failures(found: report.Report) -> None:
+    """Warn the caller of the caller of each shim that has failed."""
+    for shim in found.shims:
+        if shim.state == "failed":
+            then = f". Refused without it: {shim.protects}" if shim.protects else ""
+            warnings.warn(f"the shim {shim.name} is not applied: {shim.reason}{then}", UnprotectedWarning, stacklevel=3)
+
+
 @contextmanager
 def installed(
-    *, skip: Collection[str] = (), only: Collection[str] | None = None, unproven: str | None = None
+    *,
+    skip: Collection[str] = (),
+    only: Collection[str] | None = None,
+    unproven: str | None = None,
+    broken: str = "refuse",
 ) -> Iterator[Report]:
     """`install()` for the length of a ``with`` block; of several that overlap, in one thread or many, the last uninstalls.
 
@@ -129,7 +153,8 @@ def installed(
     """
     unproven = _checked(unproven)
     _register_entry_points()
-    with installation.installed(skip=skip, only=only) as found:
+    with installation.installed(skip=skip, only=only, broken=broken) as found:
+        _warn_of_failures(found)
         outer = registry.unproven
         registry.unproven = unproven or outer
         try:
@@ -147,6 +172,12 @@ def unproven() -> str:
     """
     variable = "KERNEL_COMPAT_UNPROVEN"
     return registry.unproven or _checked(os.environ.get(variable) or None, variable) or "warn"
+
+
+def require_protected() -> None:
+    """Check that nothing that protects every call under a registered name has failed; raises UnprotectedError if something has."""
+    if (error := registry.unprotected) is not None:
+        raise UnprotectedError(error.shim, error.protects, error.reason)
 
 
 def register_attention(

@@ -17,9 +17,10 @@ from ..kernels.catalog import instead
 from ..kernels.memo import memoised
 from .boundaries import Sequences, require_agreement, sequences_of_positions, sequences_of_segments
 from .call import AttentionCall, PackedLengths, check_heads, unsupported_argument
-from .forward_context import ForwardContext, current_context
+from .forward_context import ForwardContext, current_context, require_open
 from .mask_reduction import ReducedMask, reduce_mask, visible_and_bias
 from .padding import padding_segments
+from .roles import ATTENTION_ARGUMENTS
 from .tensors import constant, same_storage
 from .varlen import packed_attention, padded_attention, paged_attention, sequences_attention
 
@@ -57,6 +58,7 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
     ) -> tuple[Tensor, None]:
         if argument := unsupported_argument(kwargs):
             raise UnsupportedFeatureError(argument, name, "No kernel does: use attn_implementation='eager'.")
+        _require_known(kwargs, name)
         paging: dict[str, Any] = {}
         if cache is not None:
             # Continuous batching, from transformers 5.19 on. The cache writes this layer's lengths and pages into `paging`.
@@ -90,6 +92,8 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             bias=kwargs.get("position_bias"),
             lengths=lengths,
         )
+        if current_context() is None:
+            require_open()
         if in_pages:
             return paged_attention(kernel, call, paging), None
         if attention_mask is None and cu_seq_lens_q is None:
@@ -98,6 +102,20 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
 
     forward.__name__ = forward.__qualname__ = f"attention_forward[{name}]"
     return forward
+
+
+def _require_known(arguments: dict[str, Any], name: str) -> None:
+    """Check that a layer passes no arguments of its own that nothing is known of; raises UnsupportedFeatureError if it does."""
+    for argument, value in arguments.items():
+        if argument in ATTENTION_ARGUMENTS or value is None or value is False:
+            continue
+        context = current_context()
+        if context is None or argument not in context.given:
+            raise UnsupportedFeatureError(
+                f"the argument {argument!r} of a layer's attention",
+                name,
+                "It may change the scores. Upgrade kernel-compat, or use attn_implementation='eager'.",
+            )
 
 
 def _unpadded(module: torch.nn.Module, query: Tensor, value: Tensor) -> Tensor:

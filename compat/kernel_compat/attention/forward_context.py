@@ -8,15 +8,21 @@ of a checkpoint.
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..errors import UnprotectedError
+from ..patching.pass_through import described, wrapped_by
+from ..patching.wrapping import functions_beneath
 from .boundaries import Packing, Sequences, find_packing, require_agreement, restarts_of
 from .call import PackedLengths
 from .roles import EMBEDDINGS, MASK, POSITIONS, TOKENS, cache_of, cache_returned
@@ -25,11 +31,13 @@ from .tensors import constant, same_storage
 __all__ = [
     "ForwardContext",
     "MaskRecord",
+    "all_open",
     "arguments_by_name",
     "current_context",
     "in_current_context",
     "parameter_names",
     "record_mask",
+    "require_open",
     "set_context",
     "with_context",
     "within",
@@ -40,6 +48,10 @@ _packed_caches = WeakIdKeyDictionary()
 
 #: Of this thread: `context`, that of the forward in progress, and `records`, of masks made outside of any forward.
 _local = threading.local()
+
+
+#: Models' ``__call__``s that open a context, and whether the calls of all models should.
+_opening = SimpleNamespace(calls=WeakSet(), expected=False)
 
 
 class MaskRecord(NamedTuple):
@@ -66,6 +78,7 @@ class ForwardContext:
 
     Attributes:
         batch, length: of ``input_ids`` or ``inputs_embeds``; 0 if the model gets neither, as a vision tower.
+        given: the names of its arguments, and of the outer calls'.
         implementation: the model's ``attn_implementation``.
         cache: the KV cache.
         masks_by_layer_type: whether ``attention_mask`` is a dict of masks, as `generate` makes them before the call.
@@ -88,6 +101,7 @@ class ForwardContext:
     """
 
     def __init__(self, model: Any, arguments: dict[str, Any], outer: ForwardContext | None) -> None:
+        self.given: tuple[str, ...] = (*arguments, *(() if outer is None else outer.given))
         self._ids, self._embeddings = TOKENS.of(arguments), EMBEDDINGS.of(arguments)
         tokens = self._embeddings if self._ids is None else self._ids
         sized = isinstance(tokens, Tensor) and tokens.ndim == (2 if self._ids is not None else 3)
@@ -364,7 +378,35 @@ def with_context(original: Callable[..., Any], before: Callable[[Any, dict[str, 
             context.close(outputs)
         return outputs
 
+    _opening.calls.add(__call__)
     return __call__
+
+
+def all_open() -> Callable[[], None]:
+    """Take it that the calls of all models open a context from now on. Returns the function that undoes this."""
+    _opening.expected = True
+    return lambda: setattr(_opening, "expected", False)
+
+
+def require_open() -> None:
+    """Check that a layer is outside of any forward, rather than in one whose arguments can't be seen.
+
+    Raises:
+        UnprotectedError: other code has overwritten the ``__call__`` of models since the installation.
+    """
+    module = sys.modules.get("transformers.modeling_utils")
+    if not _opening.expected or module is None or torch.compiler.is_compiling():
+        return
+    found = called = module.PreTrainedModel.__call__
+    while called is not None:
+        if any(function in _opening.calls for function in functions_beneath(called)):
+            return
+        called = wrapped_by(called)
+    raise UnprotectedError(
+        "model_forward",
+        "packed sequences and padding",
+        f"PreTrainedModel.__call__ has been overwritten by {described(found)} since the installation",
+    )
 
 
 def in_current_context(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedFeatureError
 from ..kernels.memo import fixed_shapes
+from ..patching.pass_through import unwrapped
 from .forward_context import ForwardContext, MaskRecord, current_context, record_mask
+from .roles import MASK_ARGUMENTS
 from .tensors import as_int, same_storage
 
 __all__ = ["MaskPattern", "attention_mask_function", "mask_pattern", "plain_mask_function", "query_length"]
@@ -41,6 +44,7 @@ def attention_mask_function(**arguments: Any) -> Tensor | None:
     Returns:
         None, (batch, length) bool with length at most kv_length, or (batch, 1, q_length, kv_length) bool.
     """
+    _require_known(arguments)
     context = current_context()
     pattern = mask_pattern(arguments)
     mask = padding = _make_mask(pattern, context, arguments)
@@ -63,7 +67,19 @@ def attention_mask_function(**arguments: Any) -> Tensor | None:
 
 def plain_mask_function(**arguments: Any) -> Tensor | None:
     """`attention_mask_function` for forwards that don't read the records: None wherever there is no padding."""
+    _require_known(arguments)
     return _make_mask(mask_pattern(arguments), current_context(), arguments)
+
+
+def _require_known(arguments: dict[str, Any]) -> None:
+    """Check that a mask function gets no arguments that nothing is known of; raises UnsupportedFeatureError if it does."""
+    for name in arguments:
+        if name not in MASK_ARGUMENTS:
+            raise UnsupportedFeatureError(
+                f"the argument {name!r} of a mask function",
+                "this version of kernel-compat",
+                "It may hide keys. Upgrade kernel-compat, or use attn_implementation='eager'.",
+            )
 
 
 def query_length(arguments: dict[str, Any]) -> int:
@@ -154,6 +170,7 @@ _COMPOSED = frozenset({"and_masks.<locals>.and_mask", "remap_positions_for_packe
 
 def _parts(function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
     """The closures of the mask functions that one is composed of, by qualified name; None if one of them is unknown."""
+    function = unwrapped(function)
     name = function.__qualname__
     cells = function.__closure__ or ()
     closure = {n: cell.cell_contents for n, cell in zip(function.__code__.co_freevars, cells, strict=True)}

@@ -6,10 +6,12 @@ import threading
 import warnings
 from contextlib import suppress
 from dataclasses import fields
+from typing import Any
 
 from packaging.version import Version
 
 from ..environment import Environment
+from ..errors import UnprotectedError
 from ..kernels import known_kernels
 from ..patching.swap import Change, make, undo
 from ..releases import TRANSFORMERS, minors
@@ -46,6 +48,8 @@ class AttentionRegistry:
         #: Changes of the tables that other code had overwritten when they were undone.
         self._left: list[Change] = []
         self._refused: dict[str, str] = {}
+        #: What every call under a registered name is refused with; None if none is.
+        self.unprotected: UnprotectedError | None = None
         self._installed = False
         self._waiting = "pending"
 
@@ -107,8 +111,9 @@ class AttentionRegistry:
     def states(self) -> dict[str, str]:
         """By registered name: available, pending, or why transformers doesn't have it."""
         with self._lock:
+            entered = "available" if self.unprotected is None else f"refused: {self.unprotected}"
             return {
-                name: "available" if name in self._entered else self._refused.get(name, self._waiting)
+                name: entered if name in self._entered else self._refused.get(name, self._waiting)
                 for name in self._names
             }
 
@@ -135,12 +140,31 @@ class AttentionRegistry:
             )
         warnings.warn(f"transformers {version} is {how}", stacklevel=4)  # the caller of kernel_compat.install
 
-    def publish(self, environment: Environment) -> None:
+    def concerns(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of a function of transformers is for a registered name: by an argument, or an argument's config; or in a forward under one."""
+        from .forward_context import current_context
+
+        context = current_context()
+        if context is not None and self.resolve(context.implementation) is not None:
+            return True
+        for value in (*args, *kwargs.values()):
+            own = vars(value) if hasattr(value, "__dict__") else {}
+            for config in (value, own.get("config")):
+                name = getattr(config, "_attn_implementation", config)
+                if self.resolve(name) is not None:
+                    return True
+        return False
+
+    def publish(self, environment: Environment, unprotected: UnprotectedError | None) -> None:
         """Enter every name in transformers' tables, also later ones until `withdraw`; `states` says if that fails.
 
         Registers the kernels' own names as well. Imports transformers.
         """
         self._installed = True
+        if (unprotected is None) is not (self.unprotected is None):  # other functions are entered then
+            for name in reversed(list(self._entered)):
+                self._remove(name)
+        self.unprotected = unprotected
         if "transformers" not in environment.packages:
             self._waiting = "transformers is not installed"
             return
@@ -168,7 +192,7 @@ class AttentionRegistry:
             The entries that other code has overwritten, which stay theirs: ``the attention function of 'NAME'``.
         """
         with self._lock:
-            self._installed, self._waiting, self.unproven = False, "pending", None
+            self._installed, self._waiting, self.unproven, self.unprotected = False, "pending", None, None
             for name in reversed(list(self._entered)):
                 self._remove(name)
             self._names = {name: entry for name, entry in self._names.items() if not entry.builtin}
@@ -209,7 +233,7 @@ class AttentionRegistry:
             if (owner := taken_by(name)) is not None and not entry.override:
                 self._refused[name] = f"is taken in transformers by {owner}"
                 continue
-            changes = self._changes[name] = changes_of(entry)
+            changes = self._changes[name] = changes_of(entry, self.unprotected)
             make(changes)
             self._entered[name] = entry
 

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 __all__ = [
+    "ATTENTION_ARGUMENTS",
     "CACHE",
     "EMBEDDINGS",
     "LAYER_CACHE",
     "MASK",
+    "MASK_ARGUMENTS",
     "POSITIONS",
     "TOKENS",
     "USE_CACHE",
@@ -64,6 +66,33 @@ LAYER_CACHE = Role(
     "cache of a layer", ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past", "state")
 )
 USE_CACHE = Role("use of a cache", ("use_cache",))
+
+#: Arguments of a mask function, on any release. Another one is refused: nothing says what it hides.
+MASK_ARGUMENTS = frozenset(
+    {
+        *("batch_size", "cache_position", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function"),
+        *("local_size", "use_vmap", "config", "dtype", "device", *MASK.spellings),
+        *("allow_is_causal_skip", "allow_is_bidirectional_skip", "allow_torch_fix"),
+    }
+)
+#: Arguments that the layers of any release pass to an attention function, and those that models pass on through their layers
+#: although they change nothing there. Another one that isn't of the model's own call is refused.
+ATTENTION_ARGUMENTS = frozenset(
+    {
+        *(
+            "cache_position",
+            "num_items_in_batch",
+            "output_hidden_states",
+            "output_router_logits",
+            "return_dict",
+            "shift_labels",
+        ),
+        *USE_CACHE.spellings,
+        *("module", "query", "key", "value", *MASK.spellings, *POSITIONS.spellings, "scaling", "dropout", "softcap"),
+        *("is_causal", "sliding_window", "local_window", "s_aux", "position_bias", "deterministic", "cache"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    }
+)
 
 
 def is_cache(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedFeatureError
+from ..errors import UnprotectedError, UnsupportedFeatureError
 from ..patching.swap import Change
 from .forward import attention_forward
 from .mask_function import attention_mask_function, plain_mask_function
@@ -20,9 +20,15 @@ from .sequence_parallel.ulysses import gathering_mask_function, ulysses
 __all__ = ["changes_of", "mask_function_of", "tables", "taken_by"]
 
 
-def changes_of(entry: AttentionName) -> list[Change]:
-    """The changes of transformers' tables that enter a name."""
+def changes_of(entry: AttentionName, unprotected: UnprotectedError | None = None) -> list[Change]:
+    """The changes of transformers' tables that enter a name.
+
+    Args:
+        unprotected: what its calls are refused with; None to compute them.
+    """
     functions, masks = tables()
+    if unprotected is not None:
+        return [Change(table, entry.name, _refusal(unprotected)) for table in (functions, masks)]
     spread = entry.sequence_parallel is not False
     mask = mask_function_of(entry)
     forward = entry.forward or attention_forward(entry.kernel, entry.name, entry.mask is None and not spread)
@@ -35,6 +41,13 @@ def changes_of(entry: AttentionName) -> list[Change]:
     return [Change(functions, key, forward) for key, forward in values.items()] + [
         Change(masks, key, mask) for key in values
     ]
+
+
+def _refusal(unprotected: UnprotectedError) -> Callable[..., Any]:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise UnprotectedError(unprotected.shim, unprotected.protects, unprotected.reason)
+
+    return refused
 
 
 def mask_function_of(entry: AttentionName) -> Callable[..., Any]:

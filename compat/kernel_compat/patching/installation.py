@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Protocol
 
 from ..environment import Environment
-from ..errors import KernelCompatError, SeamError
+from ..errors import KernelCompatError, SeamError, UnprotectedError, UnprotectedWarning
+from .refusal import Concerns, refusals
 from .report import Report, ShimReport
 from .seam import Located
 from .shim import Shim, discover
@@ -28,8 +29,14 @@ class Participant(Protocol):
     def prepare(self, environment: Environment) -> None:
         """Called by `install()` before it changes anything."""
 
-    def publish(self, environment: Environment) -> None:
-        """Called by every `install()` once the shims are applied."""
+    def publish(self, environment: Environment, unprotected: UnprotectedError | None) -> None:
+        """Called by every `install()` once the shims are applied.
+
+        Args:
+            environment: the environment.
+            unprotected: what every call must be refused with, if a shim that protects calls has failed and its seams can't
+                refuse them; else None.
+        """
 
     def withdraw(self) -> Iterable[str]:
         """Called by `uninstall()` before the shims are undone; returns the values that other code has overwritten."""
@@ -49,6 +56,7 @@ class Installation:
         participants: called by `install` and `uninstall`, in this order.
         discover: returns the shims, and the errors by name of the entry points that could not be loaded.
         detect: returns the environment, given further distributions to look at; None for `Environment.detect`.
+        concerns: whether a call of a seam is one of those that shims protect.
     """
 
     def __init__(
@@ -56,16 +64,22 @@ class Installation:
         participants: Sequence[Participant] = (),
         discover: Callable[[], tuple[list[Shim], dict[str, str]]] = discover,
         detect: Callable[[Iterable[str]], Environment] | None = None,
+        concerns: Concerns = lambda args, kwargs: True,
     ) -> None:
         self._participants = participants
         self._discover = discover
         self._detect = detect
+        self._concerns = concerns
         self._lock = threading.RLock()
         #: Whether `install()` is in force.
         self.active = False
         self._skip: frozenset[str] = frozenset()
         self._applied: dict[str, _Applied] = {}
         self._failed: dict[str, str] = {}
+        # What failed shims protect is refused by their seams, or by the participants if these can't.
+        self._allows_broken = False
+        self._refusing: list[Change] = []
+        self._unprotected: UnprotectedError | None = None
         # Shims that are applied once other code has imported the modules beside them, and the modules whose import will call `_imported`.
         self._waiting: dict[str, tuple[Shim, list[str]]] = {}
         self._hooked: set[str] = set()
@@ -75,19 +89,24 @@ class Installation:
         self._blocks = 0
         self._blocks_own = False
 
-    def install(self, *, skip: Collection[str] = (), only: Collection[str] | None = None) -> Report:
+    def install(
+        self, *, skip: Collection[str] = (), only: Collection[str] | None = None, broken: str = "refuse"
+    ) -> Report:
         """Apply every shim that the environment needs, each whole or not at all, and call the participants.
 
         Args:
             skip: names of shims to leave out. One that an earlier call applied is undone.
             only: names of the shims to apply, None for all: the others are left out.
+            broken: ``"refuse"`` refuses the calls that a failed shim protects, ``"allow"`` doesn't.
 
         Raises:
-            ValueError: `skip` or `only` names a shim that doesn't exist.
+            ValueError: `skip` or `only` names a shim that doesn't exist, or `broken` is another value.
             TypeError: `skip` or `only` is a single string.
         """
-        found = environment, shims, broken = self._look()
-        every = {shim.name for shim in shims} | set(broken)
+        if broken not in ("refuse", "allow"):
+            raise ValueError(f"broken must be 'refuse' or 'allow', not {broken!r}")
+        found = environment, shims, unloaded = self._look()
+        every = {shim.name for shim in shims} | set(unloaded)
         chosen: dict[str, frozenset[str]] = {}
         for argument, names in (("skip", skip), ("only", every if only is None else only)):
             if isinstance(names, str):
@@ -109,17 +128,23 @@ class Installation:
                 with suppress(SeamError):
                     _locate(shim, environment)
         with self._lock:
+            self._stop_refusing()
             self._undo(skip)
-            self._skip, self._failed = skip, {}
+            self._skip, self._failed, self._allows_broken = skip, {}, broken == "allow"
             self._waiting = {
                 shim.name: (shim, modules)
                 for shim in pending
                 if (modules := [module for module in absent.get(shim.name, ()) if module in self._hooked])
             }
             self._apply_all([shim for shim in pending if shim.name not in self._waiting], environment)
+            for name in unloaded.keys() - skip:
+                why = f"its entry point could not be loaded: {unloaded[name]}"
+                self._unprotected = UnprotectedError(name, "attention under registered names", why)
+            if self._allows_broken:
+                self._unprotected = None
             self.active = True
             for participant in self._participants:
-                participant.publish(environment)
+                participant.publish(environment, self._unprotected)
             return self._report(*found)
 
     def uninstall(self) -> Report:
@@ -131,6 +156,7 @@ class Installation:
         with self._lock:
             self.active = False
             left = [name for participant in self._participants for name in participant.withdraw()]
+            self._stop_refusing()
             self._undo(self._applied)
             self._waiting = {}
             left += dict.fromkeys(f"{change.target} (shim {name})" for change, name in self._left.items())
@@ -144,25 +170,27 @@ class Installation:
             return self._report(*found)
 
     @contextmanager
-    def installed(self, *, skip: Collection[str] = (), only: Collection[str] | None = None) -> Iterator[Report]:
+    def installed(
+        self, *, skip: Collection[str] = (), only: Collection[str] | None = None, broken: str = "refuse"
+    ) -> Iterator[Report]:
         """`install()` for the length of a ``with`` block; of several that overlap, in any threads, the last uninstalls.
 
         Inside another installation it changes nothing on leaving.
         """
         with self._lock:
-            outer = self._skip if self.active else None
+            outer = (self._skip, "allow" if self._allows_broken else "refuse") if self.active else None
             if not self._blocks:
                 self._blocks_own = not self.active
             self._blocks += 1
         try:
-            yield self.install(skip=skip, only=only)
+            yield self.install(skip=skip, only=only, broken=broken)
         finally:
             with self._lock:
                 self._blocks -= 1
                 if not self._blocks and self._blocks_own:
                     self.uninstall()
-                elif outer is not None and outer != self._skip:
-                    self.install(skip=outer)
+                elif outer is not None and outer[0] != self._skip:
+                    self.install(skip=outer[0], broken=outer[1])
 
     def _look(self) -> tuple[Environment, list[Shim], dict[str, str]]:
         shims, broken = self._discover()
@@ -192,11 +220,13 @@ class Installation:
             for shim in ready:
                 del self._waiting[shim.name]
             self._apply_all(ready, environment)
+            for participant in self._participants if self.active and self._unprotected else ():
+                participant.publish(environment, self._unprotected)
             failed = {shim.name: self._failed[shim.name] for shim in ready if shim.name in self._failed}
         for name, reason in failed.items():
-            warnings.warn(f"the shim {name} is not applied: {reason}", stacklevel=2)
+            warnings.warn(f"the shim {name} is not applied: {reason}", UnprotectedWarning, stacklevel=2)
 
-    def _apply_all(self, shims: Iterable[Shim], environment: Environment) -> None:
+    def _apply_all(self, shims: Sequence[Shim], environment: Environment) -> None:
         """Apply those of the shims that aren't yet."""
         before = set(self._applied)
         try:
@@ -205,11 +235,29 @@ class Installation:
                     self._apply(shim, environment)
         finally:  # after Ctrl-C too: the next call takes every applied shim for whole
             self._rebind(self._applied.keys() - before)
+        for shim in shims:
+            if shim.name in self._failed and shim.protects and not self._allows_broken:
+                self._refuse(shim, environment)
+
+    def _refuse(self, shim: Shim, environment: Environment) -> None:
+        """Have the seams of a failed shim refuse the calls that it protects; the participants, if they can't."""
+        error = UnprotectedError(shim.name, shim.protects, self._failed[shim.name])
+        changes = refusals(shim.seams_for(environment.packages[shim.distribution]), self._concerns, error)
+        if not changes:
+            self._unprotected = self._unprotected or error
+            return
+        make(changes)
+        self._refusing += changes
+        swap((), [(change.before, change.replacement) for change in changes if isinstance(change.owner, ModuleType)])
+
+    def _stop_refusing(self) -> None:
+        undo(reversed(self._refusing))
+        self._refusing, self._unprotected = [], None
 
     def _apply(self, shim: Shim, environment: Environment) -> None:
         """Apply a shim, or note why that failed."""
         try:
-            located = _locate(shim, environment)
+            located = [seam for seam in _locate(shim, environment) if seam.seam.replaced]
             self._require_untouched(located)
             replacements = shim.replace({seam.name: seam.original for seam in located})
             names = sorted(seam.name for seam in located)
@@ -260,12 +308,12 @@ class Installation:
             entry = _unapplied(shim, environment)
             if applied := self._applied.get(shim.name):
                 foreign = tuple(seam.target for seam in applied.seams if not seam.in_place)
-                seams = tuple(seam.target for seam in applied.seams)
-                entry = ShimReport(shim.name, "applied", shim.reason, seams, foreign)
+                entry = replace(entry, state="applied", reason=shim.reason, foreign=foreign)
             elif shim.name in self._skip:
                 entry = replace(entry, state="skipped", reason="left out by install(skip=...) or install(only=...)")
             elif shim.name in self._failed:
-                entry = replace(entry, state="failed", reason=self._failed[shim.name])
+                protects = "" if self._allows_broken else shim.protects
+                entry = replace(entry, state="failed", reason=self._failed[shim.name], protects=protects)
             elif shim.name in self._waiting:
                 modules = " and ".join(self._waiting[shim.name][1])
                 entry = replace(entry, reason=f"{shim.reason}; applied once {modules} is imported")
@@ -293,7 +341,8 @@ def _unapplied(shim: Shim, environment: Environment) -> ShimReport:
     try:
         if (reason := shim.not_needed(environment)) is not None:
             return ShimReport(shim.name, "not needed", reason)
-        targets = tuple(seam.target for seam in shim.seams_for(environment.packages[shim.distribution]))
-        return ShimReport(shim.name, "pending", shim.reason, targets)
+        seams = shim.seams_for(environment.packages[shim.distribution])
+        replaced, read = ([seam.target for seam in seams if seam.replaced is kind] for kind in (True, False))
+        return ShimReport(shim.name, "pending", shim.reason, tuple(replaced), reads=tuple(read))
     except Exception as error:  # an invalid specifier, or the shim's own check
         return ShimReport(shim.name, "failed", _message(error))

@@ -23,6 +23,8 @@ class ShimReport:
         reason: why it exists where it is applied or pending, and why not where it isn't.
         seams: the attributes that it replaces here, or would.
         foreign: the seams that other code has overwritten since.
+        reads: the attributes that it reads without replacing them.
+        protects: the calls that are refused while it has failed, in words; empty if none are.
         upstream: issues and pull requests, or the release and the function, that show why it is needed.
         delete_when: the condition under which it can be deleted.
     """
@@ -32,6 +34,8 @@ class ShimReport:
     reason: str
     seams: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    protects: str = ""
     upstream: str = ""
     delete_when: str = ""
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib
 import inspect
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from packaging.specifiers import SpecifierSet
 
 from ..errors import SeamError
+from .pass_through import described, wrapped_by
 from .swap import ABSENT, Change
 
-__all__ = ["Located", "Seam", "parameter_problem"]
+__all__ = ["Located", "Read", "Seam", "parameter_problem"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Seam:
         inherited: for a class that inherits the attribute: it gets one of its own, which `undo` deletes.
         any_form: for a replacement that is right whatever the parameters are, as a copy of the function, or of something
             that isn't a function: `parameters` is empty.
+        passes_on: for a replacement that relies on what runs beneath it: a wrapper of other code must pass every argument on, and
+            return the result. What the packages of the class's bases have put there is theirs.
     """
 
     target: str
@@ -34,6 +37,10 @@ class Seam:
     versions: str = ""
     inherited: bool = False
     any_form: bool = False
+    passes_on: bool = False
+
+    #: Whether a shim replaces it. `Read` is the other kind.
+    replaced: ClassVar[bool] = True
 
     @property
     def module(self) -> str:
@@ -62,22 +69,104 @@ class Seam:
         """
         problem: str | None = "a module that can't be imported"
         cause: Exception | None = None
+        owner = original = None
         try:
-            owner: Any = importlib.import_module(self.module)
+            importlib.import_module(self.module)
             problem = "nothing of that name"
-            *parents, name = self.attribute.split(".")
-            for part in parents:
-                owner = getattr(owner, part)
-            value = getattr(owner, name)
-            original = getattr(owner, "__dict__", {}).get(name, value if self.inherited else ABSENT)
+            owner, original = self.find()
             if original is not ABSENT:
-                problem = None if self.any_form else parameter_problem(value, self.parameters)
+                problem = self.problem_of(getattr(owner, self.name), owner)
         except Exception as error:  # a broken install raises any error; transformers imports its parts on first access
             problem, cause = f"{problem} ({type(error).__name__}: {error})", error
         if problem:
-            expected = f"a callable with parameters ({', '.join(self.parameters)}, ...)"
-            raise SeamError(self.target, "an attribute" if self.any_form else expected, problem, version) from cause
-        return Located(owner, name, original=original, seam=self)
+            raise SeamError(self.target, self.expected, problem, version) from cause
+        return Located(owner, self.name, original=original, seam=self)
+
+    def find(self) -> tuple[Any, Any]:
+        """The owner of the attribute, and the value that a replacement would be made of; `ABSENT` if it isn't the owner's own.
+
+        Raises:
+            Exception: whatever the import of the module, or the attribute of an owner, raises.
+        """
+        owner: Any = importlib.import_module(self.module)
+        *parents, name = self.attribute.split(".")
+        for part in parents:
+            owner = getattr(owner, part)
+        value = getattr(owner, name)
+        return owner, getattr(owner, "__dict__", {}).get(name, value if self.inherited or not self.replaced else ABSENT)
+
+    @property
+    def expected(self) -> str:
+        """The form that it must have, in words."""
+        return "an attribute" if self.any_form else f"a callable with parameters ({', '.join(self.parameters)}, ...)"
+
+    def form_problem(self, value: Any) -> str | None:
+        """Why a value doesn't have the form; None where it has."""
+        return None if self.any_form else parameter_problem(value, self.parameters)
+
+    def problem_of(self, value: Any, owner: Any) -> str | None:
+        """Why an attribute of an owner isn't as expected; None where it is, or where other code has wrapped it without a change."""
+        if self.passes_on:
+            packages = {klass.__module__.partition(".")[0] for klass in getattr(owner, "__mro__", (owner,))}
+            while (found := _package(value)) is not None and found not in packages:
+                inner = wrapped_by(value)
+                if inner is None:
+                    return f"{described(value)}, which isn't known to pass every argument on and to return the result"
+                value = inner
+        problem = self.form_problem(value)
+        if problem is None:
+            return None
+        inner = wrapped_by(value)
+        if inner is not None and self.problem_of(inner, owner) is None:
+            return None
+        return f"{problem} of {described(value)}" if inspect.isfunction(value) else problem
+
+
+@dataclass(frozen=True)
+class Read(Seam):
+    """An attribute that the library reads, or whose arguments it takes, without replacing it.
+
+    Attributes:
+        roles: for each value, the names that releases have for it. One of them must be among the parameters.
+        known: all other parameters that it may have. One that isn't among them is a failure: nothing says what it means. None
+            where any may be.
+    """
+
+    roles: tuple[tuple[str, ...], ...] = ()
+    known: frozenset[str] | None = None
+
+    replaced: ClassVar[bool] = False
+
+    @property
+    def expected(self) -> str:
+        """The names that it must have, in words."""
+        if not self.roles:
+            return "an attribute"
+        return f"parameters {', '.join(' or '.join(spellings) for spellings in self.roles)}"
+
+    def form_problem(self, value: Any) -> str | None:
+        """Why a value lacks one of the roles, or has a parameter that isn't known; None if neither."""
+        if not self.roles:
+            return None
+        try:
+            names = set(inspect.signature(value).parameters)
+        except (TypeError, ValueError):
+            return f"{type(value).__name__}, which has no signature"
+        for spellings in self.roles:
+            if names.isdisjoint(spellings):
+                return f"parameters ({', '.join(sorted(names))}), without {' or '.join(spellings)}"
+        known = self.known
+        new = [] if known is None else sorted(names - known - {name for spellings in self.roles for name in spellings})
+        return f"a parameter {new[0]}, which is unknown" if new else None
+
+
+def _package(function: Any) -> str | None:
+    """The package in which a function was defined, whatever functools.wraps has written on it; None for other callables."""
+    function = getattr(function, "__func__", function)
+    if not inspect.isfunction(function):
+        function = inspect.getattr_static(type(function), "__call__", None)
+    names = getattr(function, "__globals__", None)
+    return None if names is None else str(names.get("__name__", "")).partition(".")[0]
 
 
 def parameter_problem(function: Any, expected: tuple[str, ...]) -> str | None:

@@ -39,6 +39,8 @@ class Shim:
             code has overwritten since.
         on_import: applies it once other code has imported the modules of its seams, which `install` doesn't import then: for a
             framework that takes seconds to import, and is in many environments whose programs don't use it.
+        protects: the calls that could be silently wrong without it, in words. If it can't be applied, its seams refuse these calls
+            instead. Empty for a shim whose absence is an error of upstream's.
         upstream: issues and pull requests (``"huggingface/transformers#44559"``), or the release and the function, that show
             why it is needed.
         delete_when: the condition under which it can be deleted.
@@ -53,6 +55,7 @@ class Shim:
     unneeded_because: Callable[[Environment], str | None] = lambda environment: None
     complete: Callable[[], Callable[[], Iterable[Change] | None]] = lambda: lambda: None
     on_import: bool = False
+    protects: str = ""
     upstream: str = ""
     delete_when: str = ""
 

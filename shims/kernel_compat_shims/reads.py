@@ -1,0 +1,130 @@
+"""All releases: what the library reads of transformers without replacing it. A release that renames some of it is refused by name."""
+
+from __future__ import annotations
+
+from kernel_compat.attention.roles import (
+    ATTENTION_ARGUMENTS,
+    CACHE,
+    EMBEDDINGS,
+    MASK,
+    MASK_ARGUMENTS,
+    POSITIONS,
+    TOKENS,
+    USE_CACHE,
+    Role,
+)
+from kernel_compat.patching.seam import Read
+from kernel_compat.patching.shim import Shim
+
+from ._dispatch import MODEL
+
+_MASKS = "transformers.masking_utils"
+_OUTPUTS = "transformers.modeling_outputs:CausalLMOutputWithPast"
+_VERSIONS = ">=4.54,<6"
+
+
+def _read(
+    target: str, *roles: Role | str, known: tuple[str, ...] | frozenset[str] | None = (), versions: str = ""
+) -> Read:
+    """A function by the roles of its parameters, or an attribute that has none; `known` are the parameters that may be there besides."""
+    spellings = tuple((role,) if isinstance(role, str) else role.spellings for role in roles)
+    return Read(target, versions=versions, roles=spellings, known=None if known is None else frozenset(known))
+
+
+def _masks(versions: str, function: str) -> Read:
+    """The arguments that a mask function gets."""
+    needed = (
+        "batch_size",
+        Role("queries", ("q_length", "cache_position")),
+        "kv_length",
+        "kv_offset",
+        "mask_function",
+        MASK,
+    )
+    return _read(f"{_MASKS}:{function}", *needed, known=MASK_ARGUMENTS | {"kwargs"}, versions=versions)
+
+
+_OF_MASKS = ("config", Role("embeddings", ("inputs_embeds", "input_embeds")), MASK, CACHE, POSITIONS)
+_MORE_OF_MASKS = (
+    *("cache_position", "or_mask_function", "and_mask_function", "block_sequence_ids", "layer_idx"),
+    "allow_is_causal_skip",
+)
+_OF_LAYERS = ("module", "query", "key", "value", MASK, "scaling", "dropout")
+
+SHIMS = (
+    Shim(
+        name="reads_masks",
+        distribution="transformers",
+        versions=_VERSIONS,
+        reason="padding, causality, windows and packed sequences are read from the arguments of mask functions",
+        protects="masks: padding, causality, windows and packed sequences",
+        upstream="transformers 5.24.0, masking_utils",
+        delete_when="the library makes no masks",
+        seams=(
+            _masks("<5", "sdpa_mask_recent_torch"),
+            _masks(">=5", "sdpa_mask"),
+            _read(f"{_MASKS}:create_causal_mask", *_OF_MASKS, known=_MORE_OF_MASKS),
+            _read(f"{_MASKS}:create_sliding_window_causal_mask", *_OF_MASKS, known=_MORE_OF_MASKS),
+            _read(f"{_MASKS}:sliding_window_overlay", "sliding_window"),
+            _read(f"{_MASKS}:packed_sequence_mask_function", "packed_sequence_mask"),
+            _read(f"{_MASKS}:causal_mask_function", "batch_idx", "head_idx", "q_idx", "kv_idx"),
+        ),
+        replace=lambda originals: {},
+    ),
+    Shim(
+        name="reads_attention",
+        distribution="transformers",
+        versions=_VERSIONS,
+        reason="scale, window, softcap, sinks and causality are read from the arguments of attention functions",
+        protects="attention: its scale, window, softcap, sinks and causality",
+        upstream="transformers 5.24.0, integrations.flash_attention and integrations.sdpa_attention",
+        delete_when="the library computes no attention",
+        seams=(
+            _read(
+                "transformers.integrations.flash_attention:flash_attention_forward",
+                *_OF_LAYERS,
+                "sliding_window",
+                "softcap",
+                known=ATTENTION_ARGUMENTS | {"kwargs"},
+            ),
+            _read(
+                "transformers.integrations.sdpa_attention:sdpa_attention_forward",
+                *_OF_LAYERS,
+                known=ATTENTION_ARGUMENTS | {"kwargs"},
+            ),
+        ),
+        replace=lambda originals: {},
+    ),
+    Shim(
+        name="reads_models",
+        distribution="transformers",
+        versions=_VERSIONS,
+        reason="tokens, masks, positions and caches are read from the arguments and the outputs of a model's forward",
+        protects="packed sequences, padding and caches, which are read from a model's arguments and outputs",
+        upstream="transformers 5.24.0, models.llama, modeling_outputs and cache_utils",
+        delete_when="the library reads no argument of a model's forward",
+        seams=(
+            _read(
+                "transformers.models.llama.modeling_llama:LlamaModel.forward",
+                *("self", TOKENS, MASK, POSITIONS, CACHE, EMBEDDINGS, USE_CACHE),
+                known=("cache_position", "kwargs"),
+            ),
+            *(
+                _read(f"{_OUTPUTS}.{name}", versions=when)
+                for when, name in (("<5.24", "past_key_values"), (">=5.24", "cache"))
+            ),
+            *(_read(f"{_OUTPUTS}.{name}") for name in ("loss", "logits")),
+            _read(
+                "transformers.cache_utils:Cache.update",
+                *("self", "key_states", "value_states", "layer_idx"),
+                known=("cache_kwargs", "args", "kwargs"),
+            ),
+            _read("transformers.cache_utils:Cache.get_seq_length", "self", known=("layer_idx", "cache_position")),
+            _read("transformers.cache_utils:Cache.is_compileable"),
+            *(_read(f"{MODEL}.{flag}") for flag in ("_supports_flash_attn", "_supports_sdpa", "main_input_name")),
+            _read("transformers.configuration_utils:PretrainedConfig._attn_implementation"),
+            _read("transformers.configuration_utils:PretrainedConfig.get_text_config", "self", known=None),
+        ),
+        replace=lambda originals: {},
+    ),
+)

@@ -1,0 +1,215 @@
+"""A protection that fails to apply refuses the calls it protects; a wrapper that changes nothing changes nothing."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import SHAPE, VOCAB
+
+import kernel_compat
+from kernel_compat import UnprotectedError, UnprotectedWarning
+from kernel_compat.attention.roles import CACHE
+from kernel_compat.environment import Environment
+from kernel_compat.patching.seam import Read, Seam
+from kernel_compat.patching.shim import Shim, discover
+
+NAME = "fail_closed_flash"
+IDS = torch.arange(12).reshape(1, 12) % VOCAB
+POSITIONS = torch.tensor([[*range(5), *range(7)]])
+
+
+def protecting() -> list[tuple[Shim, Seam]]:
+    """The seams of transformers here whose shims protect calls, one by one."""
+    environment = Environment.detect()
+    needed = [one for one in discover()[0] if one.distribution == "transformers" and one.protects]
+    needed = [shim for shim in needed if shim.not_needed(environment) is None]
+    return [(shim, seam) for shim in needed for seam in shim.seams_for(environment.packages["transformers"])]
+
+
+FUNCTIONS = [(shim, seam) for shim, seam in protecting() if not isinstance(seam, Read) or seam.roles]
+SEAMS = [(shim, seam) for shim, seam in FUNCTIONS if not isinstance(seam, Read)]
+
+
+#: The shims that protect other calls than those of a model with attention by the library's own function.
+ELSEWHERE = {
+    *(
+        "gradient_checkpointing",
+        "tf5_batching_streams",
+        "tf5_decode_fast_path",
+        "tf5_batching_offsets",
+        "tf4_54_generate",
+    ),
+    *("tf5_flash_forward", "tf4_flash_forward", "tf4_54_flash_forward", "tf4_loader", "tf4_54_loader"),
+}
+
+
+def named(pair: tuple[Shim, Seam]) -> str:
+    return f"{pair[0].name}-{pair[1].attribute}"
+
+
+@contextmanager
+def wrapped(seam: Seam, wrapper_of: Callable[[Any], Any]) -> Iterator[None]:
+    """Other code's wrapper at a seam."""
+    owner: Any = importlib.import_module(seam.module)
+    *parents, name = seam.attribute.split(".")
+    for part in parents:
+        owner = getattr(owner, part)
+    own = name in vars(owner)
+    before = vars(owner).get(name, getattr(owner, name))
+    kind = type(before) if isinstance(before, (classmethod, staticmethod)) else None
+    wrapper = wrapper_of(before.__func__ if kind else before)
+    setattr(owner, name, kind(wrapper) if kind else wrapper)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before) if own else delattr(owner, name)
+
+
+def passing_on(original: Any) -> Any:
+    def anything(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        return result
+
+    return anything
+
+
+def hiding(original: Any) -> Any:
+    def hidden(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("position_ids", None)
+        return original(*args, **kwargs)
+
+    return hidden
+
+
+def renaming(original: Any) -> Any:
+    """What a release does that renames the first role, or an argument that isn't the object itself."""
+
+    def other(*renamed: Any, renamed_too: Any = None, **more: Any) -> Any:
+        return original(*renamed, **more)
+
+    return other
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    kernel_compat.uninstall()
+    kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
+    yield
+    kernel_compat.uninstall()
+    kernel_compat.unregister_attention(NAME)
+
+
+def model(attention: str = NAME) -> Any:
+    torch.manual_seed(0)
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, attn_implementation=attention))
+    return made.eval()
+
+
+def packed(made: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = made(input_ids=IDS, position_ids=POSITIONS, use_cache=False).logits
+    return logits
+
+
+@pytest.mark.parametrize("pair", FUNCTIONS, ids=named)
+def test_a_wrapper_that_passes_everything_on_changes_nothing(pair: tuple[Shim, Seam]) -> None:
+    shim, seam = pair
+    with wrapped(seam, passing_on), warnings.catch_warnings():
+        warnings.simplefilter("error", UnprotectedWarning)
+        report = kernel_compat.install(unproven="allow")
+        assert report[shim.name].state == "applied"
+        assert report.ok
+        ours = packed(model())
+        kernel_compat.uninstall()
+    alone = torch.cat([model("eager")(input_ids=part).logits for part in IDS.split([5, 7], 1)], 1)
+    assert torch.allclose(ours, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("pair", FUNCTIONS, ids=named)
+def test_a_failed_protection_refuses(pair: tuple[Shim, Seam]) -> None:
+    """Reads and seams that other code has changed: each is a warning, and an error where its calls are made."""
+    shim, seam = pair
+    with wrapped(seam, hiding if seam.passes_on else renaming):
+        with pytest.warns(UnprotectedWarning, match=f"{shim.name} is not applied: .*{seam.name}"):
+            report = kernel_compat.install(unproven="allow")
+        assert not report.ok
+        assert report[shim.name].protects == shim.protects
+        if shim.name in ELSEWHERE:
+            packed(model())
+        else:
+            with pytest.raises(UnprotectedError, match=shim.name):
+                packed(model())
+        eager = packed(model("eager"))
+        assert eager.isfinite().all()
+        with pytest.warns(UnprotectedWarning):
+            assert not kernel_compat.install(unproven="allow", broken="allow").ok
+        if not isinstance(seam, Read) and shim.name == "model_forward":
+            packed(model())  # as the user wants it
+    report = kernel_compat.install(unproven="allow")
+    assert report.ok
+    assert packed(model()).isfinite().all()
+
+
+def test_functools_wraps_does_not_hide_a_change() -> None:
+    """`__wrapped__` gives the signature of the original, whatever the wrapper does."""
+    (seam,) = [seam for shim, seam in SEAMS if shim.name == "model_forward"]
+
+    def dropping(original: Any) -> Any:
+        @functools.wraps(original)
+        def dropped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self, *args, **{**kwargs, "position_ids": None})
+
+        return dropped
+
+    with wrapped(seam, dropping), pytest.warns(UnprotectedWarning, match="dropped .*isn't known to pass"):
+        assert not kernel_compat.install(unproven="allow").ok
+
+
+def test_a_forward_that_is_overwritten_after_the_installation() -> None:
+    """The arguments of the forward in progress are no longer seen: packed sequences would be attended to as one."""
+    kernel_compat.install(unproven="allow")
+    made = model()
+    packed(made)
+    base: Any = transformers.PreTrainedModel
+    ours = vars(base)["__call__"]
+    base.__call__ = torch.nn.Module.__call__
+    try:
+        with pytest.raises(UnprotectedError, match="model_forward"):
+            packed(made)
+        base.__call__ = passing_on(ours)
+        packed(made)
+    finally:
+        base.__call__ = ours
+
+
+def test_an_argument_of_a_layer_that_nothing_is_known_of() -> None:
+    kernel_compat.install(unproven="allow")
+    made = model()
+    attend = kernel_compat.attention_function(NAME)
+    layer = made.model.layers[0].self_attn
+    states = torch.randn(1, 2, 4, 16)
+    attend(layer, states, states, states, None, scaling=0.25)
+    with pytest.raises(kernel_compat.UnsupportedFeatureError, match="'window_size' of a layer's attention"):
+        attend(layer, states, states, states, None, scaling=0.25, window_size=2)
+    made(input_ids=IDS, of_my_framework=1)  # which the model passes on
+
+
+def test_an_argument_of_a_mask_that_nothing_is_known_of() -> None:
+    kernel_compat.install(unproven="allow")
+    make = kernel_compat.mask_function(NAME)
+    given = {"batch_size": 1, "q_length": 4, "cache_position": torch.arange(4), "kv_length": 4, "kv_offset": 0}
+    make(**given, mask_function=None, attention_mask=None)
+    with pytest.raises(kernel_compat.UnsupportedFeatureError, match="'padding_mask' of a mask function"):
+        make(**given, mask_function=None, padding_mask=torch.zeros(1, 4))
+
+
+def test_the_cache_has_a_known_name() -> None:
+    assert CACHE.spelled(importlib.import_module("inspect").signature(model("eager").forward).parameters)
