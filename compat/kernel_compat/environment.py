@@ -19,6 +19,8 @@ from typing import Any
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from .versions import within
+
 __all__ = ["Device", "Environment"]
 
 #: Distributions by name, with the imports whose files each ships, its own import first.
@@ -215,7 +217,7 @@ def is_recorded(path: str | os.PathLike[str], recorded: str) -> bool:
 
 def _conflicts(found: Mapping[str, importlib.metadata.Distribution], packages: Mapping[str, str]) -> list[str]:
     problems = []
-    if "flash-attn-cute" in packages and Version(packages["flash-attn-cute"]) <= Version("0.0.1"):
+    if "flash-attn-cute" in packages and within(packages["flash-attn-cute"], "<=0.0.1"):
         problems.append(
             "flash-attn-cute 0.0.1 is an empty placeholder, not FlashAttention-4: "
             "uninstall it and install flash-attn-4."

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from ..environment import KNOWN_IMPORTS, Environment, importable
+from ..versions import within
 
 if TYPE_CHECKING:
     from .primitives import Primitives
@@ -160,9 +161,8 @@ class Features:
 
 
 def older(version: Version, bound: str) -> bool:
-    """Whether a version comes before `bound`. A pre-release counts as its release, unless `bound` is one too."""
-    limit = Version(bound)
-    return version < limit if limit.is_prerelease else version.release < limit.release
+    """Whether a version comes before `bound`, by `within`."""
+    return within(version, f"<{bound}")
 
 
 @dataclass(frozen=True)
