@@ -6,9 +6,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from packaging.specifiers import SpecifierSet
 from packaging.utils import parse_wheel_filename
 from packaging.version import InvalidVersion, Version
+
+from kernel_compat.versions import within
 
 from .errors import AtlasError
 from .index import File
@@ -53,8 +54,8 @@ def select(distribution: str, text: str, available: Mapping[Version, Sequence[Fi
 
 def covered(distribution: str, specifiers: Iterable[str], available: Mapping[Version, Sequence[File]]) -> list[Release]:
     """The newest patch of every minor release that a shim claims. Without any, the newest release, which may be a pre-release."""
-    claims = [SpecifierSet(specifier) for specifier in specifiers]
-    usual = [version for version in installable(available) if any(version in claim for claim in claims)]
+    claims = [*specifiers]
+    usual = [version for version in installable(available) if any(within(version, claim) for claim in claims)]
     if not usual:
         usual = (installable(available) or installable(available, pre_releases=True) or [*available])[-1:]
     return [release(distribution, version, available) for version in _newest_of_minors(usual).values()]

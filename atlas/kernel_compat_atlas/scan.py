@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import track
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from kernel_compat.patching.seam import Read, Seam
 from kernel_compat.patching.shim import Shim
+from kernel_compat.versions import within
 
 from .index import THREADS, Index
 from .published import Cache, Published
@@ -182,8 +182,7 @@ def check(shims: Iterable[Shim], findings: Findings) -> list[Disagreement]:
 
 def claims(shim: Shim, release: Release) -> bool:
     """Whether a shim is for this release."""
-    claimed = SpecifierSet(shim.versions).contains(release.version, prereleases=True)
-    return release.distribution == shim.distribution and claimed
+    return release.distribution == shim.distribution and within(release.version, shim.versions)
 
 
 def _doubt(seam: Seam, found: Found) -> tuple[str, bool] | None:

@@ -9,15 +9,20 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
+
+from .versions import within
 
 __all__ = ["Device", "Environment"]
 
@@ -103,14 +108,16 @@ class Environment:
         for name in dict.fromkeys((*DISTRIBUTIONS, *map(canonicalize_name, distributions))):
             with suppress(importlib.metadata.PackageNotFoundError):
                 found[name] = importlib.metadata.distribution(name)
-        packages = {}
+        packages: dict[str, str] = {}
         for name, dist in found.items():
             version = _metadata_version(dist)
             if version is None:
                 problems.append(f"{name} is installed without a readable version: reinstall it.")
             else:
                 packages[name] = version
-        imports = _imports(found, problems)
+        hidden = _hidden(found, packages)
+        problems += [f"{one}: {one.command}" for one in hidden.values()]
+        imports = _imports(found, problems, hidden)
         problems += _conflicts(found, packages)
         return cls(packages=packages, imports=imports, devices=_devices(), problems=tuple(problems))
 
@@ -137,14 +144,27 @@ def _metadata_version(dist: importlib.metadata.Distribution) -> str | None:
     return version
 
 
-def _imports(found: Mapping[str, importlib.metadata.Distribution], problems: list[str]) -> dict[str, tuple[str, ...]]:
+def _hidden(found: Mapping[str, importlib.metadata.Distribution], packages: Mapping[str, str]) -> dict[str, Hider]:
+    """What hides the own package of each distribution that Python doesn't find."""
+    hiders = {}
+    for owner, version in packages.items():
+        for name in SHIPS.get(owner, ())[:1]:
+            site = str(found[owner].locate_file(""))
+            if hider := hider_of(owner, version, site, _record(found[owner], name) or {}, name):
+                hiders[owner] = hider
+    return hiders
+
+
+def _imports(
+    found: Mapping[str, importlib.metadata.Distribution], problems: list[str], hidden: Collection[str]
+) -> dict[str, tuple[str, ...]]:
     imports: dict[str, tuple[str, ...]] = {}
     for name, candidates in KNOWN_IMPORTS.items():
         if not importable(name):
             absent = [c for c in candidates if c in found and not name.endswith(".cute")]
             problems += [f"{candidate} is installed but {name} can't be found: reinstall it." for candidate in absent]
             continue
-        records = {c: _record(found[c], name) for c in candidates if c in found}
+        records = {c: _record(found[c], name) for c in candidates if c in found and c not in hidden}
         # Without a record a distribution ships the import that it is named for.
         by_name = {c for c in records if "." not in name or name == SHIPS[c][0]}
         owners = [c for c, record in records.items() if record or (record is None and c in by_name)]
@@ -160,17 +180,108 @@ def importable(name: str) -> bool:
     """Whether `name` would be found, without importing its parent."""
     if sys.modules.get(name) is not None:
         return True
-    top, _, rest = name.partition(".")
+    return bool(package_folders(name)) if "." in name else _spec(name) is not None
+
+
+def _spec(top: str) -> ModuleSpec | None:
     try:
-        spec = importlib.util.find_spec(top)
+        return importlib.util.find_spec(top)
     except (ImportError, ValueError, AttributeError):
+        return None
+
+
+def package_folders(name: str) -> list[str]:
+    """The folders that Python searches for the modules of a package, found without importing it; empty if there is none."""
+    top, *rest = name.split(".")
+    spec = _spec(top)
+    folders = list((spec and spec.submodule_search_locations) or ())
+    if spec is not None and spec.origin and folders and _extends_path(spec.origin):
+        folders += [folder for entry in sys.path if os.path.isdir(folder := os.path.join(entry, top))]
+    for part in rest:
+        there = [os.path.join(folder, part) for folder in folders]
+        regular = [folder for folder in there if os.path.isfile(os.path.join(folder, "__init__.py"))]
+        folders = regular[:1] or [folder for folder in there if os.path.isdir(folder)]
+    return folders
+
+
+def _extends_path(origin: str) -> bool:
+    """Whether a package adds the folders of its name on sys.path when it is imported, as before namespace packages."""
+    try:
+        with open(origin, "rb") as file:
+            return bool(re.search(rb"extend_path|declare_namespace", file.read(10_000)))
+    except OSError:
         return False
-    if spec is None:
-        return False
-    if not rest:
-        return True
-    folders = list(spec.submodule_search_locations or ())
-    return any(os.path.isdir(os.path.join(folder, *rest.split("."))) for folder in folders)
+
+
+@dataclass(frozen=True)
+class Hider:
+    """A package that hides another one of its name, or a part of it.
+
+    A package with an ``__init__.py`` is searched in one folder alone. It hides the packages of its name in other folders of
+    sys.path, also in earlier ones if they have no ``__init__.py``.
+
+    Attributes:
+        package: its name.
+        folder: the folder of sys.path that it is in.
+        owner: the distribution of the hidden package.
+        version: its version.
+        hidden: the name of the hidden package, such as ``flash_attn.cute``.
+        site: the folder that the hidden package is installed in.
+    """
+
+    package: str
+    folder: str
+    owner: str
+    version: str
+    hidden: str
+    site: str
+
+    def __str__(self) -> str:
+        path = self.hidden.replace(".", "/")
+        return f"the package {self.package} in {self.folder} hides {path} of {self.owner} in {self.site}"
+
+    @property
+    def command(self) -> str:
+        """The command that brings the hidden package into the folder of the other one."""
+        prefix, library, _ = self.folder.rpartition(f"/lib/python{sys.version_info[0]}.{sys.version_info[1]}/")
+        if library and os.path.basename(self.folder) == "site-packages":
+            pre = ["--pre"] if Version(self.version).is_prerelease else []
+            words = [
+                "--ignore-installed",
+                "--no-deps",
+                *pre,
+                "--prefix",
+                prefix or "/",
+                f"{self.owner}=={self.version}",
+            ]
+            return shlex.join(["pip", "install", *words])
+        parts = self.hidden.split(".")[: self.package.count(".") + 2]
+        return shlex.join(["cp", "-r", os.path.join(self.site, *parts), os.path.join(self.folder, *parts[:-1])])
+
+
+def hider_of(owner: str, version: str, site: str, record: Mapping[str, str], name: str) -> Hider | None:
+    """What hides an installed package; None if Python finds it, or nothing of its name.
+
+    Args:
+        owner: the distribution that ships it.
+        version: the distribution's version.
+        site: the folder in which it is installed.
+        record: files of the distribution, with their hashes.
+        name: the package.
+    """
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        own, there = os.path.join(site, *parts[:count]), package_folders(".".join(parts[:count]))
+        if not there or not os.path.isdir(own):
+            return None
+        if os.path.realpath(own) not in map(os.path.realpath, there):
+            found = package_folders(name)
+            inside = [file for file in record if file.rpartition("/")[0] == "/".join(parts)]
+            if found and inside and all(is_recorded(Path(found[0], Path(f).name), record[f]) for f in inside):
+                return None  # a copy of it
+            folder = os.path.normpath(os.path.join(there[0], *[os.pardir] * count))
+            return Hider(".".join(parts[:count]), folder, owner, version, name, site)
+    return None
 
 
 def _record(dist: importlib.metadata.Distribution, name: str) -> dict[str, str] | None:
@@ -215,7 +326,7 @@ def is_recorded(path: str | os.PathLike[str], recorded: str) -> bool:
 
 def _conflicts(found: Mapping[str, importlib.metadata.Distribution], packages: Mapping[str, str]) -> list[str]:
     problems = []
-    if "flash-attn-cute" in packages and Version(packages["flash-attn-cute"]) <= Version("0.0.1"):
+    if "flash-attn-cute" in packages and within(packages["flash-attn-cute"], "<=0.0.1"):
         problems.append(
             "flash-attn-cute 0.0.1 is an empty placeholder, not FlashAttention-4: "
             "uninstall it and install flash-attn-4."

@@ -17,14 +17,20 @@ class KernelCompatError(Exception):
     """Base class of every error of this library."""
 
 
-class KernelUnavailableError(KernelCompatError, ImportError):
-    """A kernel can't run in this environment; the message gives the reasons and the command that installs it."""
+class KernelUnavailableError(KernelCompatError, ImportError, ValueError):
+    """A kernel can't run in this environment; the message gives the reasons and the command that installs it.
 
-    def __init__(self, kernel: str, reasons: list[str], install: str = "") -> None:
+    By release and reason, transformers raises an ImportError or a ValueError for a flash attention that isn't available.
+    Frameworks catch either, and load the model under another name where the message has the words "does not support".
+    """
+
+    def __init__(self, kernel: str, reasons: list[str], install: str = "", *, in_call: bool = False) -> None:
         self.kernel = kernel
         self.reasons = list(reasons)
         self.install = install
         message = f"{kernel} is not usable here: {'; '.join(reasons)}."
+        if not in_call:  # of a model that is loaded already
+            message += " This environment does not support it."
         if install:
             message += f" {install}"
         super().__init__(message)

@@ -23,6 +23,8 @@ from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from uv import find_uv_bin
 
+from kernel_compat.versions import within
+
 from .axes import Axes
 from .cells import Cell
 from .errors import MatrixError
@@ -300,7 +302,7 @@ def of_cells(axes: Axes, cells: Sequence[Cell], folder: Path, latest: bool = Fal
         for requirement in own:
             name = canonicalize_name(requirement.name)
             version = found[cell.layer].versions.get(name) or found[cell.base].versions.get(name)
-            right = version and requirement.specifier.contains(version, prereleases=True)
+            right = version and within(version, requirement.specifier)
             if not right and (requirement.marker is None or requirement.marker.evaluate(here)):
                 there = version or "no release of it"
                 said = f"the project requires {requirement}, and the pins of {cell} have {there}"

@@ -6,10 +6,11 @@ import gc
 import json
 import logging
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,7 +23,11 @@ import kernel_compat
 from kernel_compat import KernelUnavailableError, UnsupportedFeatureError
 from kernel_compat.choosing import loading
 from kernel_compat.choosing.support import needs
+from kernel_compat.kernels import Features, Kernel, Provider
 from kernel_compat.policy import load_with_fallback, verify_flash_support, verify_sdpa_support
+
+#: A kernel whose package is installed nowhere.
+UNAVAILABLE = Kernel("absent", (Provider("absent_flash", "absent-flash", Features(), "Install it."),))
 
 #: Earlier releases run sdpa without the softcap, and don't warn.
 SDPA_REFUSES_SOFTCAP = Version("5.21") <= TRANSFORMERS
@@ -593,3 +598,46 @@ def test_a_forward_without_a_feature_that_a_model_needs(features: set[str]) -> N
         with pytest.raises(UnsupportedFeatureError, match="x_flash does not support"):
             model.set_attn_implementation("x_flash")
         assert model.config._attn_implementation == "y_flash"
+
+
+class TestLoopsOfFrameworks:
+    """Loaders that catch what transformers raises for an attention that isn't available, and load the model again."""
+
+    NAMES: ClassVar[dict[str, str]] = {"loops_flash": "eager", "sdpa": "eager"}
+
+    @pytest.fixture(autouse=True)
+    def name(self) -> Iterator[None]:
+        kernel_compat.register_attention("loops_flash", kernel=UNAVAILABLE)
+        with kernel_compat.installed():
+            yield
+        kernel_compat.unregister_attention("loops_flash")
+
+    def load(self, folder: Path, name: str, caught: type[Exception], words: str) -> Any:
+        try:
+            return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name)
+        except caught as error:
+            if words not in str(error):
+                raise
+            return self.load(folder, self.NAMES[name], caught, words)
+
+    @pytest.mark.parametrize(
+        ("caught", "words"),
+        [
+            (ValueError, "does not support"),  # NeMo Automodel
+            (ImportError, ""),
+            (ValueError, ""),
+            (KernelUnavailableError, "not usable here"),
+        ],
+    )
+    def test_an_unavailable_name_falls_back(self, models: Path, caught: type[Exception], words: str) -> None:
+        model = self.load(saved(models, "llama"), "loops_flash", caught, words)
+        assert model.config._attn_implementation == "eager"
+
+    def test_the_error(self, models: Path) -> None:
+        with pytest.raises(
+            KernelUnavailableError, match="not usable here: absent-flash is not installed.*Install it"
+        ) as caught:
+            transformers.AutoModelForCausalLM.from_pretrained(saved(models, "llama"), attn_implementation="loops_flash")
+        assert isinstance(caught.value, ImportError)
+        assert isinstance(caught.value, ValueError)
+        assert caught.value.install == "Install it."

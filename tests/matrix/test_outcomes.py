@@ -10,6 +10,7 @@ import textwrap
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,6 +288,18 @@ def test_what_does_not_fit_together_is_the_cause_of_what_can_not_be_imported(
     environment = {"conflicts": ["transformers requires tokenizers<=0.23.0"]}
     assert judge([Test("test_it.py::test_it", "failed", 0.1, message)], [], environment, "", 1, 1) == verdict
     assert judge([Test("test_it.py::test_it", "passed", 0.1)], [], environment, "", 0, 1) == ("passed", None, "")
+
+
+@pytest.mark.parametrize(
+    ("torch", "conflict"), [("2.14.0a0+abc.nv26.06", False), ("2.13.0", True), ("2.15.0.dev1+git", False)]
+)
+def test_a_build_of_a_vendor_meets_the_requirements_that_its_release_meets(torch: str, conflict: bool) -> None:
+    for required, expected in (("torch>=2.14", conflict), ("torch<2.14", not conflict)):
+        there: Any = {
+            "torch": SimpleNamespace(version=torch, requires=()),
+            "user": SimpleNamespace(version="1.0", requires=(required,)),
+        }
+        assert bool(kernel_compat_cell.conflicts(there)) is expected
 
 
 def test_a_cell_that_is_killed_leaves_no_half_of_its_environment(

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -1044,3 +1045,82 @@ def test_targets_print_as_nvcc_names_them() -> None:
         "sm_90a",
         "sm_120",
     ]
+
+
+def two_sites(bench: Bench, *, hidden_first: bool, fa2: dict[str, str], layout: str = "site-packages") -> Path:
+    """FlashAttention-2 in a site-packages of its own, before or after the one with FlashAttention-4; returns the former."""
+    bench.torch()
+    folder = bench.path.parent / "other" / layout
+    folder.mkdir(parents=True)
+    other = Bench(type(bench.site)(folder))
+    other.install("flash-attn", "2.8.3", {**fa2, EXTENSION: built()})
+    bench.install("flash-attn-4", "4.0.0b36", FA4)
+    sys.path.insert(sys.path.index(str(bench.path)) + hidden_first, str(other.path))
+    importlib.invalidate_caches()
+    return other.path
+
+
+@pytest.mark.parametrize("hidden_first", [False, True])
+@pytest.mark.parametrize("fa2", [{"flash_attn/__init__.py": ""}, {"flash_attn/__init__.py": "", **OLD_CUTE}])
+def test_flash_attention_2_in_another_folder_hides_flash_attention_4(
+    bench: Bench, capsys: pytest.CaptureFixture[str], hidden_first: bool, fa2: dict[str, str]
+) -> None:
+    other = two_sites(bench, hidden_first=hidden_first, fa2=fa2)
+    found = look()
+    assert not found.ok
+    (finding,) = [finding for package in found.packages for finding in package.findings if finding.breaks]
+    assert (finding.package, finding.cause) == ("flash-attn-4", "shadowed")
+    assert f"the package flash_attn in {other} hides flash_attn/cute of flash-attn-4 in {bench.path}" in finding.problem
+    (provider,) = json.loads(call(capsys, "explain", "flash_attention_4", "--json")[1])["providers"]
+    assert any(str(other) in reason and str(bench.path) in reason for reason in provider["reasons"])
+    assert not any("is not installed" in reason for reason in provider["reasons"])
+    text = call(capsys, "explain", "flash_attention_4")[1]
+    assert f"mend it with: {finding.command}" in text
+    assert "pip install --pre flash-attn-4" not in text
+    subprocess.run(finding.command, shell=True, check=True)
+    importlib.invalidate_caches()
+    assert look().ok
+    module = importlib.import_module("flash_attn.cute")
+    assert module.new == 1
+    assert "no CUDA device is visible" in call(capsys, "explain", "flash_attention_4")[1]
+
+
+def test_a_hidden_package_is_installed_beside_the_other_by_pip(bench: Bench) -> None:
+    layout = f"lib/python{PYTHON[0]}.{PYTHON[1:]}/site-packages"
+    other = two_sites(bench, hidden_first=True, fa2={"flash_attn/__init__.py": ""}, layout=layout)
+    (finding,) = findings("flash-attn-4")
+    prefix = str(other).removesuffix(f"/{layout}")
+    words = f"pip install --ignore-installed --no-deps --pre --prefix {prefix} flash-attn-4==4.0.0b36"
+    assert finding.command == words
+
+
+@pytest.mark.parametrize("hidden_first", [False, True])
+def test_any_package_may_be_hidden(bench: Bench, hidden_first: bool) -> None:
+    bench.torch()
+    other = type(bench.site)(bench.path.parent / "other")
+    other.install("first", "1.0", {"shared/__init__.py": "", "shared/mine.py": ""})
+    bench.install("second", "1.0", {"shared/deep/ops/__init__.py": "", "shared/deep/ops/kernel.so": built()})
+    sys.path.insert(sys.path.index(str(bench.path)) + hidden_first, str(other.path))
+    importlib.invalidate_caches()
+    (finding,) = findings("second")
+    assert (finding.cause, finding.breaks) == ("shadowed", True)
+    assert f"the package shared in {other.path} hides shared/deep/ops of second in {bench.path}" in finding.problem
+    subprocess.run(finding.command, shell=True, check=True)
+    importlib.invalidate_caches()
+    assert findings("second") == []
+
+
+@pytest.mark.parametrize(
+    "init",
+    ["", "__path__ = __import__('pkgutil').extend_path(__path__, __name__)\n"],
+    ids=["namespace", "legacy namespace"],
+)
+def test_packages_that_share_a_namespace_hide_nothing(bench: Bench, init: str) -> None:
+    bench.torch()
+    other = type(bench.site)(bench.path.parent / "other")
+    own = {"shared/__init__.py": init} if init else {}
+    other.install("first", "1.0", {**own, "shared/one/__init__.py": ""})
+    bench.install("second", "1.0", {**own, "shared/two/__init__.py": "", "shared/two/kernel.so": built()})
+    sys.path.append(str(other.path))
+    importlib.invalidate_caches()
+    assert findings("second") == []

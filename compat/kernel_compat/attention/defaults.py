@@ -11,13 +11,14 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from ..environment import torch_flash_backend
+from ..environment import Environment, torch_flash_backend
 from ..errors import UnprotectedError, UnprotectedWarning
 from ..kernels import Features, ForwardOnly, Kernel, LayeredKernel, as_kernel
 from ..patching import report
 from ..patching.installation import Installation
 from .names import AttentionName
 from .registry import AttentionRegistry
+from .unsupported import refusing, unsupported_because
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -287,7 +288,8 @@ def attention_function(name: str) -> Callable[..., Any]:
 
     Returns:
         A function called as transformers calls its own: see `register_attention`. Nothing needs to be installed. It takes a
-        padding mask (batch, kv_length), any 4D mask that its kernel takes, or None for no padding.
+        padding mask (batch, kv_length), any 4D mask that its kernel takes, or None for no padding. With a transformers or torch
+        that isn't supported it raises a `KernelUnavailableError`.
 
     Raises:
         ValueError: `name` is neither a kernel nor registered.
@@ -295,6 +297,8 @@ def attention_function(name: str) -> Callable[..., Any]:
     from .forward import attention_forward
 
     entry = _entry_of(name)
+    if reason := unsupported_because(Environment.detect()):
+        return refusing(name, reason)
     forward = entry.forward or attention_forward(entry.kernel, entry.name)
     if entry.sequence_parallel is not False:
         from .sequence_parallel.ulysses import ulysses
@@ -311,7 +315,10 @@ def mask_function(name: str) -> Callable[..., Any]:
     """
     from .tables import mask_function_of
 
-    return mask_function_of(_entry_of(name))
+    entry = _entry_of(name)
+    if reason := unsupported_because(Environment.detect()):
+        return refusing(name, reason)
+    return mask_function_of(entry)
 
 
 def _entry_of(name: str) -> AttentionName:
@@ -369,4 +376,6 @@ def _with_attention(found: report.Report) -> Report:
         if isinstance(entry.kernel, LayeredKernel)
     }
     states = {**registry.states(), **broken}
+    if reason := unsupported_because(found.environment):
+        states = dict.fromkeys(states, f"can't be used: {reason}")
     return Report(**vars(found), attention=states, chosen=chosen, torch_flash_backend=torch_flash_backend())

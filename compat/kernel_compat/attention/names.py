@@ -9,6 +9,7 @@ from typing import Any
 
 from ..environment import Environment
 from ..kernels import Features, Kernel
+from ..versions import within
 
 __all__ = ["UPSTREAM", "AttentionName", "check_name", "upstream_owner"]
 
@@ -91,6 +92,6 @@ def upstream_owner(name: str, environment: Environment | None = None) -> str | N
         return "transformers"
     if name == "flash_attention_4":
         version = (environment or Environment.detect()).version("transformers")
-        if version is not None and version.release >= (5, 4):
+        if version is not None and within(version, ">=5.4"):
             return f"transformers {version}"
     return None

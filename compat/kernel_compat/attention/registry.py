@@ -15,8 +15,10 @@ from ..errors import UnprotectedError
 from ..kernels import known_kernels
 from ..patching.swap import Change, make, undo
 from ..releases import TRANSFORMERS, minors
+from ..versions import counted, minor, within
 from .names import AttentionName, check_name, upstream_owner
 from .sequence_parallel.ulysses import group_source
+from .unsupported import checks, refusing, unsupported_because
 
 __all__ = ["TESTED_TRANSFORMERS", "AttentionRegistry"]
 
@@ -52,6 +54,9 @@ class AttentionRegistry:
         self.unprotected: UnprotectedError | None = None
         self._installed = False
         self._waiting = "pending"
+        #: Why every name is refused in the environment of `publish`, and the changes that refuse models; empty for none.
+        self._unsupported = ""
+        self._checks: list[Change] = []
 
     def register(self, entry: AttentionName) -> None:
         """`kernel_compat.register_attention` for this registry."""
@@ -128,17 +133,24 @@ class AttentionRegistry:
                 from .tables import tables
 
                 tables()
-        oldest, newest = TESTED_TRANSFORMERS
-        if version is None or self._installed or (oldest <= version and version.release[:2] <= newest.release[:2]):
+        if self._installed:
             return
-        if version < oldest:
-            how = f"older than {oldest}, the oldest release kernel-compat supports: no shim applies. Upgrade transformers."
-        else:
-            how = (
-                f"newer than {newest}, the newest release kernel-compat was tested on. Every seam is still verified before "
-                "it is replaced: kernel_compat.status() says what applied."
+        oldest, newest = TESTED_TRANSFORMERS
+        if problem := unsupported_because(environment):
+            problem += ": models are refused under registered attention names"
+        elif version is not None and within(version, f"<{oldest}"):
+            problem = f"transformers {version} is older than {oldest}, the oldest release kernel-compat was tested on"
+        elif version is not None and not within(minor(version), f"<={newest}"):
+            problem = (
+                f"transformers {version} is newer than {newest}, the newest release kernel-compat was tested on. Every seam "
+                "is still verified before it is replaced: kernel_compat.status() says what applied."
             )
-        warnings.warn(f"transformers {version} is {how}", stacklevel=4)  # the caller of kernel_compat.install
+        elif version is not None and version.is_prerelease:
+            problem = (
+                f"transformers {version} is no release: it is taken for {counted(version)}, and every seam is verified"
+            )
+        if problem:
+            warnings.warn(problem, stacklevel=4)  # the caller of kernel_compat.install
 
     def concerns(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call of a function of transformers is for a registered name: by an argument, or an argument's config; or in a forward under one."""
@@ -171,6 +183,11 @@ class AttentionRegistry:
         try:
             from .tables import tables
 
+            with self._lock:
+                self._unsupported = unsupported_because(environment)
+                if self._unsupported and not self._checks:
+                    self._checks = checks(self.names, self._unsupported)
+                    make(self._checks)
             tables()
         except Exception as error:  # a broken install raises any error
             self._waiting = f"transformers does not import ({type(error).__name__}: {error})"
@@ -193,6 +210,8 @@ class AttentionRegistry:
         """
         with self._lock:
             self._installed, self._waiting, self.unproven, self.unprotected = False, "pending", None, None
+            made, self._checks, self._unsupported = self._checks, [], ""
+            self._left += undo(made)
             for name in reversed(list(self._entered)):
                 self._remove(name)
             self._names = {name: entry for name, entry in self._names.items() if not entry.builtin}
@@ -202,10 +221,14 @@ class AttentionRegistry:
                 return []
             from .tables import tables
 
-            functions, _ = tables()
-            kinds = ("attention" if change.owner is functions else "mask" for change in self._left)
-            named = zip(kinds, self._left, strict=True)
-            return list(dict.fromkeys(f"the {kind} function of {change.name!r}" for kind, change in named))
+            functions, masks = tables()
+            kinds = {id(functions): "attention", id(masks): "mask"}
+            return list(
+                dict.fromkeys(
+                    f"the {kinds[id(one.owner)]} function of {one.name!r}" if id(one.owner) in kinds else one.target
+                    for one in self._left
+                )
+            )
 
     def _put(self, name: str, entry: AttentionName | None) -> None:
         """Replace the entry of a name, None for none, here and in the tables."""
@@ -234,6 +257,10 @@ class AttentionRegistry:
                 self._refused[name] = f"is taken in transformers by {owner}"
                 continue
             changes = self._changes[name] = changes_of(entry, self.unprotected)
+            if self._unsupported:
+                changes = self._changes[name] = [
+                    Change(one.owner, one.name, refusing(name, self._unsupported)) for one in changes
+                ]
             make(changes)
             self._entered[name] = entry
 

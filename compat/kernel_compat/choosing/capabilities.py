@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from ..attention.defaults import registered_attention, status
 from ..attention.names import UPSTREAM, check_name, upstream_owner
+from ..attention.unsupported import unsupported_because
 from ..environment import Environment
 from ..errors import UnknownNameError, UnsupportedFeatureError
 from ..kernels import Features, ForwardOnly, Kernel, Provider, known_kernels
@@ -79,6 +80,8 @@ def capabilities(name: str, environment: Environment) -> Capabilities | None:
     if isinstance(kernel, ForwardOnly):
         runs_on = "its own forward"
     unusable = provider.unavailable_because(environment)
+    if not upstream and not unusable and (reason := unsupported_because(environment)):
+        unusable = [reason]
     entry = registered_attention().get(name)
     features = (entry and entry.features) or kernel.features_in(environment)
     if upstream and features.sinks_from != "keyword":  # transformers drops sinks that the package doesn't take

@@ -10,6 +10,7 @@ from ..environment import Environment, torch_flash_backend
 from ..errors import KernelUnavailableError
 from ..kernels.catalog import FA3_FWD, TORCH_BACKENDS
 from ..patching.handle import Handle
+from ..versions import within
 
 __all__ = ["use_torch_flash_backend"]
 
@@ -65,7 +66,7 @@ def unavailable_because(backend: Backend, environment: Environment | None = None
     package = TORCH_BACKENDS[backend].package
     reasons = package.unavailable_because(environment)
     torch = environment.version("torch")
-    if torch is not None and torch.release < (2, 11):
+    if torch is not None and within(torch, "<2.11"):
         reasons.append(f"torch {torch} is older than 2.11, the first whose backends are supported")
     forward = FA3_FWD.distribution
     if backend == "FA3" and forward in environment.packages and package.distribution not in environment.packages:

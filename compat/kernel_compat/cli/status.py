@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ..attention.defaults import Report, registered_attention, status
+from ..attention.unsupported import unsupported_because
 from ..choosing.capabilities import kernel_of, owner_of
 from ..kernels import known_kernels
 from .arguments import add_json
@@ -44,11 +45,15 @@ def name_status(name: str, report: Report) -> dict[str, Any]:
     - ``state``: its state in transformers' tables; None for a name that isn't registered.
     """
     kernel, environment = kernel_of(name), report.environment
+    owner = owner_of(name, environment) if kernel or name in report.attention else "transformers"
+    reasons = kernel.unavailable_because(environment) if kernel else []
+    if owner != "transformers" and not reasons and (reason := unsupported_because(environment)):
+        reasons = [reason]
     return {
         "name": name,
         "kernel": kernel and kernel.name,
-        "owner": owner_of(name, environment) if kernel or name in report.attention else "transformers",
-        "reasons": kernel.unavailable_because(environment) if kernel else [],
+        "owner": owner,
+        "reasons": reasons,
         "install": kernel.provider(environment).install_hint(environment) if kernel else "",
         "state": report.attention.get(name),
     }

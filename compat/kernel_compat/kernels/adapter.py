@@ -387,7 +387,9 @@ class _Adapter:
         if device not in features.devices and not (self._runs_on and self._runs_on(device)):
             elsewhere = f"Move the model to {' or '.join(features.devices)}, or use {REFERENCE}."
             if self._runs_on:  # it was loaded without such a device
-                raise KernelUnavailableError(self._name, [f"it has no kernel for tensors on {device!r}"], elsewhere)
+                raise KernelUnavailableError(
+                    self._name, [f"it has no kernel for tensors on {device!r}"], elsewhere, in_call=True
+                )
             raise UnsupportedFeatureError(f"tensors on {device!r}", self._name, elsewhere)
         if q.dtype not in self._dtypes:
             wanted = " or ".join(features.dtypes)

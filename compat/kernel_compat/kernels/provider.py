@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from ..environment import KNOWN_IMPORTS, Environment, importable
+from ..versions import within
 
 if TYPE_CHECKING:
     from .primitives import Primitives
@@ -160,9 +161,8 @@ class Features:
 
 
 def older(version: Version, bound: str) -> bool:
-    """Whether a version comes before `bound`. A pre-release counts as its release, unless `bound` is one too."""
-    limit = Version(bound)
-    return version < limit if limit.is_prerelease else version.release < limit.release
+    """Whether a version comes before `bound`, by `within`."""
+    return within(version, f"<{bound}")
 
 
 @dataclass(frozen=True)
@@ -247,8 +247,9 @@ class Provider:
         return replace(self.features, **changes, forward_only=tuple(forward_only))
 
     def install_hint(self, environment: Environment) -> str:
-        """The sentence with the command, where there is something to install."""
-        return self.install if self.absent_because(environment) else ""
+        """The sentence with the command, where there is something to install: not where another package hides the installed one."""
+        reasons = self.absent_because(environment)
+        return self.install if reasons and not any(" hides " in reason for reason in reasons) else ""
 
     def unavailable_because(self, environment: Environment) -> list[str]:
         """Why this package can't run in an environment; empty where it can."""
@@ -264,14 +265,15 @@ class Provider:
         owners = environment.imports.get(self.module)
         if owners is None and self.module not in KNOWN_IMPORTS and importable(self.module.partition(".")[0]):
             owners = ()  # a package that the environment doesn't describe
+        own = f"{self.module.replace('.', '/')} of {self.distribution}"
+        hidden = [problem for problem in environment.problems if f" hides {own} " in problem]
         if not self.bundled and (owners is None or (owners and self.distribution not in owners)):
-            reasons.append(f"{self.distribution} is not installed")
+            reasons += hidden or [f"{self.distribution} is not installed"]
         else:
             version = environment.version(self.distribution)
             if self.minimum is not None and version is not None and older(version, self.minimum[0]):
                 reasons.append(f"{self.distribution} {version} is older than {self.minimum[0]}, {self.minimum[1]}")
-            overwritten = f"has overwritten {self.module.replace('.', '/')} of {self.distribution}"
-            reasons += [problem for problem in environment.problems if overwritten in problem]
+            reasons += [problem for problem in environment.problems if f"has overwritten {own}" in problem]
         if "torch" not in environment.packages and "torch" not in environment.imports:
             reasons.append("torch is not installed")
         return reasons

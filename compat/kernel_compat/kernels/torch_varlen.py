@@ -18,11 +18,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
-
 from ..environment import torch_flash_backend
 from ..errors import SeamError, UnsupportedFeatureError
-from .provider import Features, WarnOnce, older
+from ..versions import within
+from .provider import Features, WarnOnce
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -363,7 +362,7 @@ def _takes_splits() -> bool:
     """Whether torch's own kernel takes a number of splits. In 2.12 it raises that this needs FA3."""
     import torch
 
-    return not older(Version(torch.__version__), "2.13")
+    return within(torch.__version__, ">=2.13")
 
 
 def _prefers_flash() -> bool:

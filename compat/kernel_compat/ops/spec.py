@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name
 
 from ..environment import Environment
 from ..errors import KernelUnavailableError
+from ..versions import within
 
 __all__ = ["EAGER", "OPS", "Binding", "Hardware", "KernelSpec", "Op"]
 
@@ -272,7 +273,7 @@ class KernelSpec:
             version = environment.version(name)
             if version is None:
                 reasons.append(f"{name} is not installed")
-            elif not requirement.specifier.contains(version, prereleases=True):
+            elif not within(version, requirement.specifier):
                 reasons.append(f"{name} {version} is installed, and it needs {requirement.specifier}")
         return reasons
 

@@ -7,9 +7,8 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from packaging.specifiers import SpecifierSet
-
 from ..errors import SeamError
+from ..versions import within
 from .pass_through import described, wrapped_by
 from .swap import ABSENT, Change
 
@@ -59,7 +58,7 @@ class Seam:
 
     def applies_to(self, version: str) -> bool:
         """Whether a release of the shim's distribution has this seam."""
-        return not self.versions or SpecifierSet(self.versions).contains(version, prereleases=True)
+        return within(version, self.versions)
 
     def locate(self, version: str) -> Located:
         """Import the module, find the attribute and verify its parameters.

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from ..environment import Environment
+from ..versions import within
 from .seam import Seam
 from .swap import Change
 
@@ -28,7 +28,7 @@ class Shim:
     Attributes:
         name: unique; the name that `install(skip=[...])` takes.
         distribution: the distribution whose releases `versions` selects, e.g. ``"transformers"``.
-        versions: a PEP 440 specifier set.
+        versions: a PEP 440 specifier set, read by `kernel_compat.versions.within`: a pre-release counts as its release.
         reason: the fault of upstream without it, in a sentence.
         seams: all attributes that it replaces.
         replace: called with the originals by seam name once every seam is verified; returns the replacements
@@ -73,7 +73,7 @@ class Shim:
             return f"{self.distribution} is not installed"
         if environment.version(self.distribution) is None:
             return f"the version of {self.distribution} can't be read: {version!r}"
-        if not SpecifierSet(self.versions).contains(version, prereleases=True):
+        if not within(version, self.versions):
             return f"{self.distribution} {version} is not in {self.versions}"
         return self.unneeded_because(environment)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import KernelCompatError
 from ..kernels import Functions, Kernel
+from ..versions import within
 from .images import image_inputs
 from .inputs import LENGTH, Fresh, candidates, parameters, sound_padding, vocabulary_of
 from .weights import perturbed, randomize
@@ -304,14 +305,13 @@ class Subject:
 def build(model_class: type[Any], config: Any, attn_implementation: str) -> Any:
     """A model as ``from_config`` of the auto classes builds it, in float32 and in evaluation mode."""
     import transformers
-    from packaging.version import Version
 
     torch.default_generator.manual_seed(0)
     config = copy.deepcopy(config)
     make = getattr(model_class, "_from_config", None)
     if make is None:
         raise NoRecipeError(f"{model_class.__name__} is no model")
-    dtype = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+    dtype = "dtype" if within(transformers.__version__, ">=4.56") else "torch_dtype"
     model = make(config, attn_implementation=attn_implementation, **{dtype: torch.float32})
     for module in model.modules():
         if isinstance(module, _DROPOUTS):  # a dropout whose probability is not in the config

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
+from ..versions import minor
 from .outcomes import PADDING_FREE, WORST_FIRST
 
 if TYPE_CHECKING:
@@ -59,11 +60,6 @@ def _write(table: Table, path: Path) -> None:
         lines.append(f"{json.dumps(model_type)}: {json.dumps(runs)}")
     types = ",\n".join(lines)
     path.write_text(f'{{"releases": {json.dumps(order)},\n"types": {{\n{types}\n}}}}\n')
-
-
-def minor(version: str) -> str:
-    """The minor release of a version: ``5.23`` for ``5.23.0``."""
-    return ".".join(map(str, Version(version).release[:2]))
 
 
 def releases() -> list[str]:

@@ -1,6 +1,7 @@
 """A pytest plugin that runs inside a cell: reports its packages and shims, gives each pytest worker a GPU, and has the fixture `figure`.
 
 It is on the path of a cell's Python, which has nothing else of the matrix, and imports only modules that pytest imports too.
+`kernel_compat_versions` is a link to the library's `kernel_compat/versions.py`: a cell need not have the library.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from typing import Any, Literal
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+if __package__:  # outside a cell
+    from .kernel_compat_versions import within
+else:
+    from kernel_compat_versions import within  # type: ignore[import-not-found, no-redef]
 
 
 def pytest_configure() -> None:
@@ -81,7 +87,7 @@ def conflicts(there: dict[str, Distribution]) -> list[str]:
             if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
                 continue
             needed = there.get(canonicalize_name(requirement.name))
-            if needed is None or not requirement.specifier.contains(needed.version, prereleases=True):
+            if needed is None or not within(needed.version, requirement.specifier):
                 version = "nothing" if needed is None else needed.version
                 found.append(f"{name} {distribution.version} requires {requirement}, and {version} is there")
     return found

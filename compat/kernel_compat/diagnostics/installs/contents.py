@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ...environment import Environment, is_recorded
+from ...environment import Environment, hider_of, is_recorded, package_folders
 from .distributions import Installed
 from .finding import Finding
 from .sources import SOURCES, reinstall
 
-__all__ = ["copies_of", "files_of", "overwritten", "shared_objects"]
+__all__ = ["copies_of", "files_of", "hidden", "overwritten", "shared_objects"]
 
 _CUTE = "flash_attn/cute/"
 
@@ -100,6 +100,30 @@ def files_of(one: Installed) -> Iterator[Finding]:
             yield Finding(
                 one.name, listed[0], "shadowed", problem, f"# start Python elsewhere, or remove {files[0].parent}"
             )
+
+
+def hidden(one: Installed) -> Iterator[Finding]:
+    """Its packages that Python doesn't find, because another package of their name is in another folder of sys.path."""
+    record = {} if one.editable else one.record or {}
+    files = [path for path in record if path.endswith((".py", ".so")) and not path.startswith("..")]
+    packages = {path.rpartition("/")[0].replace("/", ".") for path in files}
+    shadowed: list[str] = list(SOURCES[one.name].modules) if one.name in SOURCES else []  # `files_of` looks for them
+    well: set[str] = set()
+    for name in sorted(filter(_is_package, packages), key=lambda name: (name.count("."), name)):
+        top = name.partition(".")[0]
+        if top in well or any(name == known or name.startswith(f"{known}.") for known in shadowed):
+            continue
+        if len(package_folders(top)) == 1 and not hider_of(one.name, one.version, str(one.folder), record, top):
+            well.add(top)  # one folder has all of it
+        elif hider := hider_of(one.name, one.version, str(one.folder), record, name):
+            shadowed.append(name)
+            file = next(path for path in files if path.startswith(f"{name.replace('.', '/')}/"))
+            problem = f"{hider}: `import {name}` fails, or finds another one"
+            yield Finding(one.name, file, "shadowed", problem, hider.command)
+
+
+def _is_package(name: str) -> bool:
+    return all(map(str.isidentifier, name.split(".")))
 
 
 def overwritten(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ...environment import Device, Environment
 from ...kernels.catalog import CATALOG, kernels_with
-from .contents import copies_of, files_of, overwritten, shared_objects
+from .contents import copies_of, files_of, hidden, overwritten, shared_objects
 from .distributions import Claim, Installed, installed
 from .files import disagreements, python_of
 from .finding import Finding
@@ -128,7 +128,7 @@ def _diagnose(
     environment: Environment,
 ) -> Package:
     one = copies[0]
-    findings = [*copies_of(copies), *files_of(one), *overwritten(one, everything, environment)]
+    findings = [*copies_of(copies), *files_of(one), *hidden(one), *overwritten(one, everything, environment)]
     built, extends = Built(), one.name in SOURCES or one.requires_torch is not None
     if platform.system() == "Linux":
         paths = dict(shared_objects(one))

@@ -19,6 +19,7 @@ from packaging.tags import parse_tag, sys_tags
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from ...versions import within
 from .sources import SOURCES
 
 __all__ = ["Claim", "Installed", "installed"]
@@ -72,7 +73,7 @@ class Installed:
     def refuses(self, torch: Version | None) -> bool:
         """Whether its metadata asks for another torch."""
         asked = self.requires_torch
-        return asked is not None and torch is not None and not asked.contains(torch, prereleases=True)
+        return asked is not None and torch is not None and not within(torch, asked)
 
 
 def installed(names: Collection[str] = ()) -> dict[str, list[Installed]]:

@@ -18,6 +18,7 @@ from packaging.tags import sys_tags
 from packaging.version import InvalidVersion, Version
 
 from ...kernels.catalog import CATALOG
+from ...versions import within
 from .libtorch import LibTorch
 
 __all__ = ["SOURCES", "Build", "Source", "Wheel", "reinstall", "wheel_name"]
@@ -45,7 +46,7 @@ class Wheel:
             return reasons
         if self.cuda and torch.cuda != self.cuda:
             reasons.append(f"its wheel is built for CUDA {self.cuda}, {torch} for {torch.build}")
-        if self.torch and torch.version and torch.version.release < Version(self.torch).release:
+        if self.torch and torch.version and within(torch.version, f"<{self.torch}"):
             reasons.append(f"its wheel needs torch {self.torch} or later")
         return reasons
 
@@ -79,7 +80,7 @@ class Build:
 
     def refused_because(self, torch: LibTorch | None) -> str:
         """Why it doesn't compile with this torch; empty if nothing is known against it."""
-        if not self.cxx17 or torch is None or torch.version is None or torch.version.release < (2, 14):
+        if not self.cxx17 or torch is None or torch.version is None or within(torch.version, "<2.14"):
             return ""
         return f"its build asks for C++17, and {torch} for C++20"
 

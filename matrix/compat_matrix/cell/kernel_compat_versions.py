@@ -1,0 +1,1 @@
+../../../compat/kernel_compat/versions.py
