@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ def build() -> Any:
 def test_a_type_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_compat.install(unproven="refuse")
     use(monkeypatch, llama={})
-    monkeypatch.setattr(loading, "_prove_elsewhere", lambda *_: pytest.fail("it is proven already"))
+    monkeypatch.setattr(loading, "prove_here", lambda *_: pytest.fail("it is proven already"))
     build()
 
 
@@ -53,23 +52,23 @@ def test_a_type_that_is_in_no_table_is_proven_once(monkeypatch: pytest.MonkeyPat
     (kept,) = tmp_path.glob("kernel-compat/proofs/*.json")
     assert json.loads(kept.read_text())["verdict"] == "equal"
     monkeypatch.setattr(loading, "_proofs", {})
-    monkeypatch.setattr(loading, "_prove_elsewhere", lambda *_: pytest.fail("it is kept"))
+    monkeypatch.setattr(loading, "prove_here", lambda *_: pytest.fail("it is kept"))
     build()
 
 
-class Unreachable(transformers.LlamaForCausalLM):
-    """A class that no other process can import."""
+class Unprovable(transformers.LlamaForCausalLM):
+    """A class of which no tiny model can be made."""
 
-
-Unreachable.__module__ = "__main__"
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        if config._attn_implementation == "eager":
+            raise RuntimeError("no eager attention")
 
 
 def test_a_class_that_can_not_be_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> None:
-        Unreachable._from_config(CAUSAL_LMS["llama"](), attn_implementation=NAME)
+        Unprovable._from_config(CAUSAL_LMS["llama"](), attn_implementation=NAME)
 
-    # 5.0 reads the file of the class's module, which pytest-xdist's processes don't have.
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     use(monkeypatch, llama={})
     kernel_compat.install(unproven="refuse")
     with pytest.raises(UnsupportedFeatureError, match="no tiny model of it could be made"):
