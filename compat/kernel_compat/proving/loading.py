@@ -6,12 +6,13 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
-from ..errors import UnsupportedFeatureError
+from ..errors import AttentionRefusedError, UnsupportedFeatureError
 from .isolated import prove_here
 from .kept import kept_or_made
 from .outcomes import Proof
@@ -51,7 +52,7 @@ def require_proof(model: Any, name: str, unproven: str) -> None:
             every type that isn't in the table, and proves nothing.
 
     Raises:
-        UnsupportedFeatureError: the type is wrong in some case, or can't be proven and `unproven` is ``"refuse"``.
+        AttentionRefusedError: the type is wrong in some case, or can't be proven and `unproven` is ``"refuse"``.
     """
     import transformers
 
@@ -72,8 +73,13 @@ def require_proof(model: Any, name: str, unproven: str) -> None:
     if wrong := sorted({outcome.case for outcome in proof.outcomes if outcome.verdict == "wrong"}):
         raise _wrong(owner, name, wrong)
     if proof.no_recipe:
+        how = f"under {name!r} as with eager attention"
         _report_unproven(
-            owner, f"under {name!r} as with eager attention", proof, unproven, f"the attention name {name!r}"
+            owner,
+            how,
+            proof,
+            unproven,
+            partial(AttentionRefusedError, name, owner.__name__, f"the attention name {name!r}"),
         )
 
 
@@ -92,7 +98,8 @@ def require_padding_free(model: Any, name: str, unproven: str, by_name: bool = F
     owner = next(kind for kind in type(model).__mro__ if _is_importable(kind))
     proof = _proof(owner, model.config, replaced(owner, type(model.config)), padding_free=True)
     if proof.no_recipe:
-        _report_unproven(owner, "without padding as with it", proof, unproven, "padding_free")
+        error = partial(UnsupportedFeatureError, "padding_free", owner.__name__)
+        _report_unproven(owner, "without padding as with it", proof, unproven, error)
         return
     accepted = ("equal", "not applicable") if by_name else ("equal",)
     for outcome in proof.outcomes:
@@ -107,12 +114,12 @@ def _is_importable(kind: type) -> bool:
     return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
 
 
-def _report_unproven(owner: type, how: str, proof: Proof, unproven: str, feature: str) -> None:
+def _report_unproven(
+    owner: type, how: str, proof: Proof, unproven: str, error: Callable[[str], UnsupportedFeatureError]
+) -> None:
     message = f"{owner.__name__} isn't proven to compute the same {how}: no tiny model of it could be made ({proof.no_recipe})"
     if unproven == "refuse":
-        raise UnsupportedFeatureError(
-            feature, owner.__name__, f"{message}. install(unproven='allow') takes it as it is."
-        )
+        raise error(f"{message}. install(unproven='allow') takes it as it is.")
     warnings.warn(f"{message}. Compare the two yourself, or pass install(unproven=...).", stacklevel=3)
 
 
@@ -124,10 +131,11 @@ def _in_table(owner: type, config: type, model_type: str, version: str) -> tuple
     return wrong_cases(owner.__module__.split(".")[2], version) if known is None else known
 
 
-def _wrong(owner: type, name: str, cases: Any) -> UnsupportedFeatureError:
-    return UnsupportedFeatureError(
-        f"the attention name {name!r}",
+def _wrong(owner: type, name: str, cases: Any) -> AttentionRefusedError:
+    return AttentionRefusedError(
+        name,
         owner.__name__,
+        f"the attention name {name!r}",
         f"Its outputs differ from eager attention's ({', '.join(cases)}). Use 'eager', or 'sdpa' if the model has it; "
         "`kernel-compat prove` shows by how much.",
     )
