@@ -5,11 +5,12 @@ from __future__ import annotations
 import dis
 import hashlib
 import inspect
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
-from importlib import metadata
 from importlib.util import resolve_name
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -296,4 +297,8 @@ def _codes_of(value: Any) -> str:
 @cache
 def _installed() -> tuple[str, ...]:
     """The installed distributions with their versions: another one may be what a tiny model lacked."""
-    return tuple(sorted({f"{one.name} {one.version}" for one in metadata.distributions() if one.metadata}))
+    found: set[str] = set()
+    for folder in filter(None, sys.path):
+        with suppress(OSError):
+            found.update(entry for entry in os.listdir(folder) if entry.endswith((".dist-info", ".egg-info")))
+    return tuple(sorted(found))
