@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     from .attention.sequence_parallel.ulysses import ulysses
     from .choosing.torch_backend import use_torch_flash_backend
     from .environment import Device, Environment
-    from .errors import KernelCompatError, KernelUnavailableError, SeamError, UnsupportedFeatureError
+    from .errors import (
+        AttentionRefusedError,
+        KernelCompatError,
+        KernelUnavailableError,
+        SeamError,
+        UnsupportedFeatureError,
+    )
     from .kernels import Features, Functions, Kernel, Provider, known_kernels
     from .patching.handle import Handle
     from .patching.report import ShimReport
@@ -45,6 +51,7 @@ _HOMES = (
 
 __all__ = [
     "AttentionName",
+    "AttentionRefusedError",
     "Device",
     "Environment",
     "Features",

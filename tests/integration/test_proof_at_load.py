@@ -95,11 +95,11 @@ def test_a_class_that_can_not_be_proven(monkeypatch: pytest.MonkeyPatch) -> None
 LLAMA = transformers.LlamaForCausalLM
 
 
-class Named(LLAMA):
+class Named(transformers.LlamaForCausalLM):
     pass
 
 
-class Helped(LLAMA):
+class Helped(transformers.LlamaForCausalLM):
     _no_split_modules = ("LlamaDecoderLayer",)
 
     def count_layers(self) -> int:
@@ -114,24 +114,24 @@ class Mixed(Mixin, Helped):
     pass
 
 
-class OwnForward(LLAMA):
+class OwnForward(transformers.LlamaForCausalLM):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
-class OwnAttention(LLAMA):
+class OwnAttention(transformers.LlamaForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for layer in self.model.layers:
             layer.self_attn = type("Mine", (modeling_llama.LlamaAttention,), {})(config, 0)
 
 
-class OwnInputs(LLAMA):
+class OwnInputs(transformers.LlamaForCausalLM):
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return super().prepare_inputs_for_generation(*args, **kwargs)
 
 
-class OwnMixin(type("Forwarding", (), {"forward": lambda self, *args, **kwargs: None}), LLAMA):  # type: ignore[misc]
+class OwnMixin(type("Forwarding", (), {"forward": lambda self, *args, **kwargs: None}), transformers.LlamaForCausalLM):  # type: ignore[misc]
     pass
 
 
@@ -285,7 +285,7 @@ MODES: dict[str, Callable[[], Any]] = {
 def test_a_proof_is_shielded_from_the_state_of_its_caller(
     mode: str, forked: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    class Local(LLAMA):
+    class Local(transformers.LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
 
@@ -298,7 +298,7 @@ def test_a_proof_is_shielded_from_the_state_of_its_caller(
     request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
     config = CAUSAL_LMS["llama"]()
     states: list[Any] = []
-    make = loading.prove_here
+    make = isolated.prove_here
 
     def prove(*arguments: Any) -> Proof:
         states.append(_state())
@@ -317,7 +317,7 @@ def test_a_proof_is_shielded_from_the_state_of_its_caller(
 def test_a_child_that_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal that the model's code causes is its verdict; one from outside isn't: the proof is made here."""
 
-    class Crashing(LLAMA):
+    class Crashing(transformers.LlamaForCausalLM):
         number = signal.SIGSEGV
 
         def __init__(self, config: Any) -> None:

@@ -6,9 +6,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,24 +16,14 @@ from .kept import kept_or_made
 from .outcomes import Proof
 from .sources import essential, fingerprint, replaced
 from .table import wrong_cases
+from .underway import is_proving
 
-__all__ = ["nothing_to_prove", "require_padding_free", "require_proof"]
+__all__ = ["require_padding_free", "require_proof"]
 
 _logger = logging.getLogger(__name__)
 #: The proofs of this process, by their keys.
 _proofs: dict[str, Proof] = {}
 _lock = threading.Lock()
-_proving: ContextVar[bool] = ContextVar("proving", default=False)
-
-
-@contextmanager
-def nothing_to_prove() -> Iterator[None]:
-    """Models that this thread builds in the block pass `require_proof`: they are built to be proven."""
-    token = _proving.set(True)
-    try:
-        yield
-    finally:
-        _proving.reset(token)
 
 
 def require_proof(model: Any, name: str, unproven: str) -> None:
@@ -56,7 +44,7 @@ def require_proof(model: Any, name: str, unproven: str) -> None:
     """
     import transformers
 
-    if _proving.get():
+    if is_proving():
         return
     owner, config = essential(type(model)), essential(type(model.config))
     known = _in_table(owner, config, str(getattr(model.config, "model_type", "")), str(transformers.__version__))
@@ -93,7 +81,7 @@ def require_padding_free(model: Any, name: str, unproven: str, by_name: bool = F
     Raises:
         UnsupportedFeatureError: the class differs, or can't be proven and `unproven` is ``"refuse"``.
     """
-    if _proving.get() or unproven == "allow":
+    if is_proving() or unproven == "allow":
         return
     owner = next(kind for kind in type(model).__mro__ if _is_importable(kind))
     proof = _proof(owner, model.config, replaced(owner, type(model.config)), padding_free=True)
