@@ -136,7 +136,8 @@ def _prove_checkpoint() -> Callable[[], None]:
     for use_reentrant in (False, True):
         seen.clear()
         with torch.inference_mode(False), torch.enable_grad():
-            node = with_context(Model.forward, lambda *_: None)(Model(), use_reentrant).grad_fn
+            result = with_context(Model.forward, lambda *_: None)(Model(), use_reentrant)
+            node = result.grad_fn
             with suppress(_Recomputed):  # what the engine calls, without the engine
                 node.apply(torch.ones((), device="meta")) if use_reentrant else node._saved_self  # noqa: SLF001
         if len(seen) != 2 or seen[0] is None or seen[1] is not seen[0]:

@@ -177,6 +177,10 @@ def _replaced_definitions(module: ModuleType, upstream: _Upstream) -> Iterator[t
             is_own = _is_own(value, codes)
         if not is_own:
             yield f"{module.__name__}.{qualname}", value
+    for name, table in vars(module).items():
+        for key, value in table.items() if isinstance(table, dict) and name != "__builtins__" else ():
+            if isinstance(value, FunctionType) and not _is_import(value, module.__name__, value.__name__):
+                yield f"{module.__name__}.{name}[{key!r}]", value
     for name in upstream.classes:
         kind = vars(module).get(name)
         if not isinstance(kind, type):
