@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .choosing.torch_backend import use_torch_flash_backend
     from .environment import Device, Environment
     from .errors import (
+        AttentionRefusedError,
         KernelCompatError,
         KernelUnavailableError,
         SeamError,
@@ -52,6 +53,7 @@ _HOMES = (
 
 __all__ = [
     "AttentionName",
+    "AttentionRefusedError",
     "Device",
     "Environment",
     "Features",

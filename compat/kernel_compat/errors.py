@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "AttentionRefusedError",
     "KernelCompatError",
     "KernelUnavailableError",
     "SeamError",
@@ -43,6 +44,22 @@ class UnsupportedFeatureError(KernelCompatError, ValueError):
         self.feature = feature
         self.kernel = kernel
         super().__init__(f"{kernel} does not support {feature}. {instead}")
+
+
+class AttentionRefusedError(UnsupportedFeatureError):
+    """An attention name that a model, or a part of one, can't be loaded or computed with.
+
+    Attributes:
+        name: the attention name.
+        part: the class of the model or of its part.
+        reason: what the part doesn't support under the name.
+    """
+
+    def __init__(self, name: str, part: str, reason: str, instead: str) -> None:
+        self.name = name
+        self.part = part
+        self.reason = reason
+        super().__init__(reason, part, instead)
 
 
 class SeamError(KernelCompatError, RuntimeError):

@@ -19,7 +19,7 @@ from typing import Any
 from kernel_compat.attention.defaults import resolve
 from kernel_compat.attention.names import AttentionName
 from kernel_compat.choosing.flash_flags import is_base
-from kernel_compat.errors import UnsupportedFeatureError
+from kernel_compat.errors import AttentionRefusedError, UnsupportedFeatureError
 from kernel_compat.patching.swap import Change, Changes
 
 _FORWARD = "_flash_attention_forward"
@@ -64,11 +64,10 @@ class ClassTable(dict[str, Any]):
             _changes.add(type(projection), "weight", property(lambda self: self.linear.weight))
         return module
 
-    def refusal(self, name: str, problem: str) -> UnsupportedFeatureError:
+    def refusal(self, name: str, problem: str) -> AttentionRefusedError:
         others = " or ".join(repr(key) for key in self if key != _FLASH)
-        return UnsupportedFeatureError(
-            f"attn_implementation={name!r}", f"{self['eager'].__name__}, {problem},", f"Use {others}."
-        )
+        part = f"{self['eager'].__name__}, {problem},"
+        return AttentionRefusedError(name, part, f"attn_implementation={name!r}", f"Use {others}.")
 
 
 #: The class tables, forwards and missing imports that are replaced in the modules of models.
@@ -152,9 +151,10 @@ def attend(query: Any, key: Any, value: Any, arguments: dict[str, Any]) -> Any:
 def require_whole_sequences(entry: AttentionName) -> None:
     """Refuse sequence parallelism, which is part of attention functions and not of `_flash_attention_forward`."""
     if entry.sequence_parallel is not False:
-        raise UnsupportedFeatureError(
-            f"sequence parallelism (attn_implementation={entry.name!r})",
+        raise AttentionRefusedError(
+            entry.name,
             "a model that calls _flash_attention_forward itself",
+            f"sequence parallelism (attn_implementation={entry.name!r})",
             "Use a release of transformers whose model calls the attention function of the name.",
         )
 
@@ -168,9 +168,10 @@ def _require_same_window(module: Any, passed: int | None, kv_len: int, name: str
     else:
         differs = configured is not None and configured < kv_len and "create_causal_mask" not in makers
     if differs:
-        raise UnsupportedFeatureError(
-            f"a window of {passed or configured} over {kv_len} keys (attn_implementation={name!r})",
+        raise AttentionRefusedError(
+            name,
             f"{type(module).__name__}, which windows its keys by other rules than its model's masks,",
+            f"a window of {passed or configured} over {kv_len} keys (attn_implementation={name!r})",
             "Use 'sdpa' or 'eager'.",
         )
 

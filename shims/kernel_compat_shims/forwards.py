@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache, partial, wraps
 from typing import Any
 from weakref import WeakSet
@@ -110,8 +111,16 @@ def _replace_checkpoint(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"__init__": __init__, "forward": staticmethod(forward)}
 
 
+class _Recomputed(Exception):
+    """Ends a recomputation before torch runs a backward."""
+
+
 def _prove_checkpoint() -> Callable[[], None]:
-    """Check that torch recomputes layers through the replaced attributes: else gradients could be wrong."""
+    """Check that torch recomputes layers through the replaced attributes: else gradients could be wrong.
+
+    Runs no backward: torch's engine would start its threads, and a forked child could then compute no gradient. On the meta
+    device: of tensors on the CPU, torch looks for a GPU, and a forked child could then not use it.
+    """
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -121,17 +130,23 @@ def _prove_checkpoint() -> Callable[[], None]:
 
     def layer(x: Any) -> Any:
         seen.append(current_context())
+        if len(seen) == 2:
+            raise _Recomputed
         return x * x
 
     class Model(torch.nn.Module):  # type: ignore[misc]
         def forward(self, use_reentrant: bool) -> Any:
-            return checkpoint(layer, torch.ones((), requires_grad=True), use_reentrant=use_reentrant)
+            one = torch.ones((), device="meta", requires_grad=True)
+            return checkpoint(layer, one, use_reentrant=use_reentrant, preserve_rng_state=False)
 
     for use_reentrant in (False, True):
-        with torch.enable_grad():
-            with_context(Model.forward, lambda *_: None)(Model(), use_reentrant).backward()
-        first, recomputed = seen[-2:]
-        if first is None or recomputed is not first:
+        seen.clear()
+        with torch.inference_mode(False), torch.enable_grad():
+            result = with_context(Model.forward, lambda *_: None)(Model(), use_reentrant)
+            node = result.grad_fn
+            with suppress(_Recomputed):  # what the engine calls, without the engine
+                node.apply(torch.ones((), device="meta")) if use_reentrant else node._saved_self  # noqa: SLF001
+        if len(seen) != 2 or seen[0] is None or seen[1] is not seen[0]:
             expected = f"a layer that is recomputed through the replaced attributes (use_reentrant={use_reentrant})"
             raise SeamError(f"{_CHECKPOINT}:checkpoint", expected, "another way", torch.__version__)
     return lambda: None  # nothing to undo

@@ -17,12 +17,13 @@ import torch
 import transformers
 from packaging.version import Version
 from remote_code import saved_remote_code
-from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, load, saved
+from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, installation, load, saved
 
 import kernel_compat
 from kernel_compat import KernelUnavailableError, UnsupportedFeatureError
 from kernel_compat.choosing import loading
 from kernel_compat.choosing.support import needs
+from kernel_compat.errors import AttentionRefusedError
 from kernel_compat.kernels import Features, Kernel, Provider
 from kernel_compat.policy import load_with_fallback, verify_flash_support, verify_sdpa_support
 
@@ -154,6 +155,60 @@ class TestSteps:
 
         load_with_fallback(attempt, "flash_nothing")
         assert asked == ["flash_nothing", "eager"]
+
+    def test_a_refusal_has_the_name_and_the_part(self, remote: Path) -> None:
+        path = saved_remote_code(
+            remote / "fields", lambda code: code.replace("_supports_flash_attn_2 = True", "_supports_sdpa = True")
+        )
+        with installation(NAME, "flash_attention_reference"), pytest.raises(AttentionRefusedError) as caught:
+            load(path, NAME, trust_remote_code=True)
+        assert (caught.value.name, caught.value.part) == (NAME, caught.value.kernel)
+        assert caught.value.reason in str(caught.value)
+
+    @pytest.mark.usefixtures("installed")
+    @pytest.mark.parametrize("same", [True, False])
+    def test_a_refusal_is_known_by_its_fields(self, same: bool) -> None:
+        """Not by its text, which may mention any name."""
+        asked = []
+
+        def attempt(name: str) -> str:
+            asked.append(name)
+            if name == NAME:
+                about = name if same else "other_flash"
+                raise AttentionRefusedError(about, "Model", "it" if same else f"attn_implementation={name!r}", "")
+            return name
+
+        if same:
+            assert load_with_fallback(attempt, NAME) != NAME
+        else:
+            with pytest.raises(AttentionRefusedError):
+                load_with_fallback(attempt, NAME)
+            assert asked == [NAME]
+
+    def test_an_error_with_the_text_of_a_config(self) -> None:
+        """The text of a config's refusal, raised elsewhere, is an error of its own; any text raised by a config is a refusal."""
+
+        class Refusing(transformers.LlamaConfig):
+            def __setattr__(self, key: str, value: Any) -> None:
+                if key == "_attn_implementation" and value == "flash_nothing":
+                    raise ValueError("no")
+                super().__setattr__(key, value)
+
+        asked = []
+
+        def attempt(name: str, by_config: bool) -> None:
+            asked.append(name)
+            if by_config:
+                Refusing()._attn_implementation = name
+            elif name == "flash_nothing":
+                raise ValueError("no")
+
+        load_with_fallback(lambda name: attempt(name, True), "flash_nothing")
+        assert len(asked) == 2
+        asked.clear()
+        with pytest.raises(ValueError, match="no"):
+            load_with_fallback(lambda name: attempt(name, False), "flash_nothing")
+        assert asked == ["flash_nothing"]
 
     @pytest.mark.usefixtures("installed")
     def test_a_name_that_can_be_used(self, models: Path, caplog: pytest.LogCaptureFixture) -> None:

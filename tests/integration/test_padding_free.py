@@ -857,7 +857,7 @@ class TestProofs:
         proof = Proof.from_json(json.loads(kept.read_text()))
         assert [(o.case, o.verdict) for o in proof.outcomes] == [("padding_free", "equal")]
         monkeypatch.setattr(loading, "_proofs", {})
-        monkeypatch.setattr(loading, "_prove_elsewhere", None)
+        monkeypatch.setattr(loading, "prove_here", None)
         with padding_free(ours):
             pass
 
@@ -866,7 +866,7 @@ class TestProofs:
 
         monkeypatch.setattr(
             loading,
-            "_prove_elsewhere",
+            "prove_here",
             lambda owner, config, free: prove_config(config, owner, ["padding_free"] if free else ["plain"]),
         )
         _, ours = pair(Mixing, llama(), NAME)
@@ -901,7 +901,7 @@ class TestProofs:
 
     def test_a_type_without_a_proof(self, monkeypatch: pytest.MonkeyPatch) -> None:
         proof = Proof("llama", str(TRANSFORMERS), no_recipe="none")
-        monkeypatch.setattr(loading, "_prove_elsewhere", lambda *_: proof)
+        monkeypatch.setattr(loading, "prove_here", lambda *_: proof)
         _, ours = pair(transformers.LlamaForCausalLM, llama(), NAME)
         with pytest.warns(UserWarning, match="isn't proven to compute the same without padding"):
             padding_free(ours).undo()
@@ -909,7 +909,8 @@ class TestProofs:
         with pytest.raises(kernel_compat.UnsupportedFeatureError, match="no tiny model"):
             padding_free(ours)
         found = Outcome("LlamaForCausalLM", "padding_free", "not applicable", reason="it takes no tokens")
-        loading._proofs[transformers.LlamaForCausalLM] = Proof("llama", str(TRANSFORMERS), (found,))
+        (key,) = loading._proofs
+        loading._proofs[key] = Proof("llama", str(TRANSFORMERS), (found,))
         with pytest.raises(kernel_compat.UnsupportedFeatureError, match="it takes no tokens"):
             padding_free(ours)
 

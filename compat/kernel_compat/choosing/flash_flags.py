@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import UnsupportedFeatureError
+from ..errors import AttentionRefusedError
 from ..kernels.catalog import FLEXIBLE
 from .support import has_no_attention
 
@@ -57,7 +57,7 @@ def require_flash_support(model: Any, name: str, interface: bool = True, any_mas
         any_mask: whether the name's kernel takes masks of any kind: a model that has flex attention passes then.
 
     Raises:
-        UnsupportedFeatureError: the model declares that it has no flash attention, or declares nothing and does not call
+        AttentionRefusedError: the model declares that it has no flash attention, or declares nothing and does not call
             the interface, or each of its queries selects its keys.
     """
     owner, instance = (model, None) if isinstance(model, type) else (type(model), model)
@@ -75,8 +75,11 @@ def require_flash_support(model: Any, name: str, interface: bool = True, any_mas
     others = ["'sdpa'"] * has_sdpa(model) + ["'eager'"]
     if getattr(model, "_supports_flex_attn", False) is True and sparse is None:
         others.insert(0, f"{FLEXIBLE!r}")
-    raise UnsupportedFeatureError(
-        feature, owner.__name__, f"Use {' or '.join(others)}, or a release of transformers whose model supports it."
+    raise AttentionRefusedError(
+        name,
+        owner.__name__,
+        feature,
+        f"Use {' or '.join(others)}, or a release of transformers whose model supports it.",
     )
 
 

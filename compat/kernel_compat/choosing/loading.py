@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, wraps
+from traceback import walk_tb
 from typing import Any, NamedTuple, TypeVar
 
 from ..attention.defaults import registered_attention
 from ..environment import Environment
-from ..errors import KernelUnavailableError, UnsupportedFeatureError
+from ..errors import AttentionRefusedError, KernelUnavailableError, UnsupportedFeatureError
 from ..patching.installation import Installation
 from ..patching.seam import Seam
 from ..patching.shim import Shim
@@ -40,7 +41,7 @@ def load_with_fallback(
     """Load a model with `name`, or with the next of the ladder if that is not supported here.
 
     While `load` runs, each part of the model is checked against its config as it is built, before its weights are read. These
-    errors lead to the next step: a `KernelUnavailableError` or an `UnsupportedFeatureError` about the attention, and the
+    errors lead to the next step: a `KernelUnavailableError` or an `UnsupportedFeatureError` about the name or its kernel, and the
     errors by which transformers refuses the name for the model, the installation or the device. All others are raised
     unchanged. After the first, names that can't be used here are skipped. Each step is logged as a warning, once a process.
 
@@ -197,12 +198,14 @@ def _unsupported_because(
 
 def _is_refusal(error: Exception, name: str) -> bool:
     """Whether an error, raised outside a model's check of its attention name, says that the name is not supported."""
+    bare = name.removeprefix("paged|")
+    if isinstance(error, AttentionRefusedError):
+        return error.name == bare
     if isinstance(error, (KernelUnavailableError, UnsupportedFeatureError)):
         # `load` may apply model patches: their errors name another kernel.
-        bare = name.removeprefix("paged|")
         entry = registered_attention().get(bare)
-        return error.kernel in (name, bare, entry and entry.kernel.name) or repr(bare) in getattr(error, "feature", "")
-    return _can_refuse(error) and _refused_by_config(error, name)
+        return error.kernel in (name, bare, entry and entry.kernel.name)
+    return _can_refuse(error) and _raised_by_config(error, name)
 
 
 def _can_refuse(error: Exception) -> bool:
@@ -210,19 +213,21 @@ def _can_refuse(error: Exception) -> bool:
     return isinstance(error, (ImportError, ValueError)) and not isinstance(error, OSError)
 
 
-def _refused_by_config(error: Exception, name: str) -> bool:
-    """Whether a config class raises the same error when the name is set: GPT-OSS's in 5.0 to 5.2, HRM-Text's from 5.9."""
+def _raised_by_config(error: Exception, name: str) -> bool:
+    """Whether a config class raised an error as the name was set: GPT-OSS's does in 5.0 to 5.2, HRM-Text's from 5.9."""
     module = sys.modules.get("transformers.configuration_utils")
     base = getattr(module, "PreTrainedConfig", None) or getattr(module, "PretrainedConfig", None)
-    classes = [] if base is None else [base]
-    for kind in classes:  # grows
-        classes += kind.__subclasses__()
-        if not {"__setattr__", "_attn_implementation"}.isdisjoint(vars(kind)) and kind is not base:
-            try:
-                kind.__new__(kind)._attn_implementation = name
-            except Exception as found:
-                if type(found) is type(error) and str(found) == str(error):
-                    return True
+    for frame, _ in walk_tb(error.__traceback__):
+        code = frame.f_code
+        values = [frame.f_locals.get(parameter) for parameter in code.co_varnames[: code.co_argcount]]
+        if code.co_name == "__setattr__" and len(values) == 3:
+            config, attribute, value = values
+        elif code.co_name == _SETTING and len(values) == 2:
+            (config, value), attribute = values, _SETTING
+        else:
+            continue
+        if base and isinstance(config, base) and str(attribute).startswith(_SETTING) and value == name:
+            return True
     return False
 
 
@@ -251,6 +256,7 @@ class _Loading:
 
 _loading: ContextVar[_Loading | None] = ContextVar("_loading", default=None)
 
+_SETTING = "_attn_implementation"
 _CHECK = "_check_and_adjust_attn_implementation"
 
 

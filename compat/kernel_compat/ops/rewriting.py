@@ -84,7 +84,7 @@ def _copy(function: FunctionType, replacements: dict[str, Any], done: dict[int, 
     )
     for attribute in ("__kwdefaults__", "__annotations__", "__qualname__", "__module__", "__doc__"):
         setattr(new, attribute, getattr(function, attribute))
-    vars(new).update(vars(function))
+    vars(new).update(vars(function), __copied__=function)
     wrapped = vars(function).get("__wrapped__")
     if isinstance(wrapped, FunctionType):
         new.__wrapped__ = _copy(wrapped, replacements, done)  # type: ignore[attr-defined]

@@ -23,7 +23,6 @@ from ..kernels import known_kernels
 from . import recipes
 from .architectures import classes_of
 from .cases import CASES, Comparison
-from .loading import nothing_to_prove
 from .outcomes import PADDING_FREE, WORST_FIRST, Outcome, Proof, Verdict
 from .subject import (
     CountedKernel,
@@ -36,6 +35,7 @@ from .subject import (
     is_refusal,
 )
 from .tiny import LEVELS, shrink
+from .underway import nothing_to_prove
 
 __all__ = ["prove_config", "prove_type"]
 

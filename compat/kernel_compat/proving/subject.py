@@ -6,7 +6,6 @@ import copy
 import functools
 import itertools
 import re
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,8 +36,8 @@ _LEAST_SHARE = 1e-2
 _NAMES_ATTENTION = re.compile(r"attn_implementation|[Ff]lash attention cannot")
 _LIBRARY = Path(__file__).parents[1]
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-#: The CPU time that a thread spends on finding inputs. Wall-clock time would let a busy machine find fewer.
-_SEARCH_SECONDS = 15
+#: The most inputs that are tried. A limit of time would let a slow machine find fewer, and the ranks of a job differ.
+_MOST_TRIES = 3000
 #: The most parameters of a model that can be proven in a second.
 _LARGEST = 40_000_000
 
@@ -143,14 +142,14 @@ class Subject:
     def _working(self, counted: CountedKernel | None) -> tuple[dict[str, Any], float | None]:
         """Find inputs, and weights under which attention changes the output; load the weights into both models."""
         problems: dict[str, None] = {}
-        deadline = time.thread_time() + _SEARCH_SECONDS
+        tries = itertools.count()
         begun = copy.deepcopy(self.eager.state_dict())
         best: tuple[float, dict[str, Any], dict[str, Any]] | None = None
         for scale in _SCALES:
             self.eager.load_state_dict(begun)
             if scale is not None:
                 randomize(self.eager, scale)
-            inputs = self._find_inputs(problems, deadline)
+            inputs = self._find_inputs(problems, tries)
             if inputs is None and _NOT_FINITE not in problems:
                 break
             if inputs is None:
@@ -169,10 +168,10 @@ class Subject:
             model.load_state_dict(best[2])
         return best[1], best[0]
 
-    def _find_inputs(self, problems: dict[str, None], deadline: float) -> dict[str, Any] | None:
+    def _find_inputs(self, problems: dict[str, None], tries: Iterator[int]) -> dict[str, Any] | None:
         """The first inputs that the eager model takes; None, with reasons added to `problems`, if it takes none."""
         untried = itertools.chain(candidates(self.eager), image_inputs(self.eager))
-        before = itertools.takewhile(lambda inputs: time.thread_time() <= deadline, untried)
+        before = itertools.takewhile(lambda inputs: next(tries) < _MOST_TRIES, untried)
         for inputs, output in self._taken(before, problems):
             if bool(output.isfinite().all()) and float(output.abs().max()) > 0:
                 return inputs
