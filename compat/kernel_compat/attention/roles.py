@@ -19,6 +19,7 @@ __all__ = [
     "Role",
     "cache_of",
     "is_cache",
+    "is_paged",
 ]
 
 
@@ -72,6 +73,11 @@ def is_cache(value: Any) -> bool:
     return module is not None and isinstance(value, module.Cache)
 
 
+def is_paged(value: Any) -> bool:
+    """Whether a value is the cache of continuous batching, which keeps its packed sequences apart."""
+    return any(kind.__name__ == "PagedAttentionCache" for kind in type(value).__mro__)
+
+
 def cache_of(values: Mapping[str, Any]) -> Any:
     """The cache among a model's arguments by name: by its role, or else by its type."""
     found = CACHE.of(values)
@@ -84,4 +90,5 @@ def cache_returned(outputs: Any) -> Any:
     """The cache among a model's outputs, a mapping or a tuple."""
     if isinstance(outputs, tuple):
         outputs = dict(enumerate(outputs))
-    return cache_of(outputs) if isinstance(outputs, Mapping) else None
+    # 5.24's outputs warn of every old name: a plain dict doesn't.
+    return cache_of(dict(outputs)) if isinstance(outputs, Mapping) else None
