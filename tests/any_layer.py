@@ -251,4 +251,4 @@ def packed() -> tuple[torch.Tensor, torch.Tensor, tuple[slice, slice]]:
 
 def separates_chunks() -> bool:
     """Whether Llama 4's chunks begin with each packed sequence; older releases count them from the row's first token."""
-    return hasattr(masking_utils, "packed_sequence_compatibility_function")
+    return hasattr(masking_utils, "remap_positions_for_packed_sequence")

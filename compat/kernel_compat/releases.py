@@ -35,6 +35,7 @@ TRANSFORMERS = {
     "5.21.1": "",
     "5.22.2": "versions",
     "5.23.0": "versions",
+    "5.24.0": "versions",
 }
 
 #: The same of torch, from the first release with variable-length attention; "ci" or "torches" (`nox -s torches` alone).

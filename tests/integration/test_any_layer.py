@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,8 @@ from any_layer import (
     there,
     to_call,
 )
-from tiny import distance, gradients
+from tiny import SHAPE, distance, gradients
+from transformers.masking_utils import create_causal_mask
 
 import kernel_compat
 from kernel_compat.choosing.layers import layer_kernels
@@ -97,6 +99,26 @@ def test_compiled_in_one_graph(made: Callable[[str], tuple[Any, Any]]) -> None:
         assert distance(gradients(ours, found), gradients(eager, expected)) < 1e-4
     finally:
         kernel_compat.unregister_attention(name)
+
+
+@pytest.mark.skipif(
+    "block_sequence_ids" not in inspect.signature(create_causal_mask).parameters, reason="older masks have no blocks"
+)
+def test_blocks_in_a_graph() -> None:
+    """Images in a row whose positions may be those of packed sequences, for all that a graph knows."""
+    config = transformers.LlamaConfig(**SHAPE)
+    config._attn_implementation = AUTO
+    images, positions = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1]]), torch.arange(8)[None]
+
+    def mask(images: torch.Tensor) -> torch.Tensor:
+        tokens = torch.zeros(1, 8, 64)
+        made = create_causal_mask(config, tokens, None, None, position_ids=positions, block_sequence_ids=images)
+        return torch.zeros(0) if made is None else made
+
+    expected = mask(images)
+    assert expected.shape == (1, 1, 8, 8)
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(mask, fullgraph=True, backend="eager")(images), expected)
 
 
 @pytest.mark.parametrize("made", WITH_INPUTS)

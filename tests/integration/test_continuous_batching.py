@@ -399,6 +399,17 @@ def test_as_prompt_by_prompt(
     assert all(call["heads"] == (8, 2) for call in new)
 
 
+def test_a_cache_of_another_kind_is_left_alone(installed: kernel_compat.Report) -> None:
+    """From 5.24 on models pass their own cache on as `cache`, also to layers that keep nothing in it."""
+    layer = made("llama_gqa", NAME, torch.float32).model.layers[0].self_attn
+    q, k, v = (torch.randn(1, heads, 5, 16) for heads in (8, 2, 2))
+    kept = transformers.DynamicCache()
+    attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[NAME]
+    expected, found = (attend(layer, q, k, v, None, **more)[0] for more in ({}, {"cache": kept}))
+    assert torch.equal(found, expected)
+    assert kept.get_seq_length() == 0
+
+
 @pytest.fixture
 def paged(
     request: pytest.FixtureRequest, installed: kernel_compat.Report, calls: list[dict[str, Any]], cuda: None

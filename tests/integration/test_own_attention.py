@@ -242,12 +242,12 @@ def test_a_forward_of_the_users_own_is_called(models: Path) -> None:
 
     kernel_compat.register_attention("own_forward_flash", "flash_attention_reference", forward=forward)
     try:
-        model = small("GPTJConfig", "own_forward_flash")
+        model = small("FalconConfig", "own_forward_flash")
         ids = tokens()
-        expected = small("GPTJConfig", "eager")
+        expected = small("FalconConfig", "eager")
         expected.load_state_dict(model.state_dict())
         assert distance(model(input_ids=ids).logits, expected(input_ids=ids).logits) < LOGITS
-        assert seen == ["GPTJFlashAttention2"] * 2
+        assert seen == ["FalconFlashAttention2"] * 2
     finally:
         kernel_compat.unregister_attention("own_forward_flash")
 
@@ -265,9 +265,10 @@ def test_output_attentions_are_refused() -> None:
 def test_sequence_parallel_is_refused() -> None:
     kernel_compat.register_attention("spread_flash", "flash_attention_reference", sequence_parallel=True)
     try:
-        attention = small("GPTJConfig", "spread_flash").transformer.h[0].attn
+        attention = small("FalconConfig", "spread_flash").transformer.h[0].self_attention
+        rotations = torch.ones(1, 6, 16), torch.zeros(1, 6, 16)
         with pytest.raises(kernel_compat.UnsupportedFeatureError, match="a model that calls _flash_attention_forward"):
-            attention(torch.randn(1, 6, 64), position_ids=torch.arange(6)[None])
+            attention(torch.randn(1, 6, 64), alibi=None, attention_mask=None, position_embeddings=rotations)
     finally:
         kernel_compat.unregister_attention("spread_flash")
 

@@ -83,6 +83,11 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "shapes": (ValueError, "shapes that don't fit", {"qkv": (*qkv()[:2], qkv(batch=2)[2])}),
     "a cache": (UnsupportedFeatureError, "8 keys beside 6 queries", {"qkv": (qkv()[0], *qkv(length=8)[1:])}),
     "a paged cache": (UnsupportedFeatureError, "the argument cache", {"cache": object()}),
+    "a paged cache that the layer has updated": (
+        UnsupportedFeatureError,
+        "the argument read_index",
+        {"read_index": []},
+    ),
     "weights": (UnsupportedFeatureError, "output_attentions", {"output_attentions": True}),
     "a bias": (UnsupportedFeatureError, "position_bias", {"position_bias": torch.zeros(1)}),
     "a slice of a padding mask": (

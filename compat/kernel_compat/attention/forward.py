@@ -59,10 +59,10 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
         if argument := unsupported_argument(kwargs):
             raise UnsupportedFeatureError(argument, name, "No kernel does: use attn_implementation='eager'.")
         _require_known(kwargs, name)
-        paging: dict[str, Any] = {}
-        if cache is not None:
-            # Continuous batching, from transformers 5.19 on. The cache writes this layer's lengths and pages into `paging`.
-            paging = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, **kwargs}
+        # Continuous batching, from transformers 5.19 on. The cache writes a layer's lengths and pages into its arguments: up to
+        # 5.23, where the lengths of each type of layer arrive, here; from 5.24 on in the layer.
+        paging = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, **kwargs}
+        if isinstance(cu_seq_lens_k, dict):
             key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=paging)
             cu_seq_lens_k, max_length_k = paging["cu_seq_lens_k"], paging["max_length_k"]
         in_pages = paging.get("block_table") is not None

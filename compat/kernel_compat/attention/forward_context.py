@@ -25,7 +25,7 @@ from ..patching.pass_through import described, wrapped_by
 from ..patching.wrapping import functions_beneath
 from .boundaries import Packing, Sequences, find_packing, require_agreement, restarts_of
 from .call import PackedLengths
-from .roles import EMBEDDINGS, MASK, POSITIONS, TOKENS, cache_of, cache_returned
+from .roles import EMBEDDINGS, MASK, POSITIONS, TOKENS, cache_of, cache_returned, is_paged
 from .tensors import constant, same_storage
 
 __all__ = [
@@ -192,7 +192,7 @@ class ForwardContext:
         """Mark the caches of the forward, its argument and the one that it returned, if packed sequences were put in them."""
         if any(self.rows.values()) or self.lengths or any(self._sequences.values()):
             for past in map(_identity_of, (self.cache, cache_returned(outputs))):
-                if getattr(type(past), "__weakref__", None) is not None:
+                if getattr(type(past), "__weakref__", None) is not None and not is_paged(past):
                     _packed_caches[past] = True
 
     def covers(self, batch: int, q_len: int, kv_len: int, causal: bool) -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "Role",
     "cache_of",
     "is_cache",
+    "is_paged",
 ]
 
 
@@ -91,6 +92,7 @@ ATTENTION_ARGUMENTS = frozenset(
         *("module", "query", "key", "value", *MASK.spellings, *POSITIONS.spellings, "scaling", "dropout", "softcap"),
         *("is_causal", "sliding_window", "local_window", "s_aux", "position_bias", "deterministic", "cache"),
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+        *("block_table", "k_cache", "v_cache"),  # added by the paged cache in a layer, from 5.24 on
     }
 )
 
@@ -99,6 +101,11 @@ def is_cache(value: Any) -> bool:
     """Whether a value is a cache by its type, whatever the name that it has."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)
+
+
+def is_paged(value: Any) -> bool:
+    """Whether a value is the cache of continuous batching, which keeps its packed sequences apart."""
+    return any(kind.__name__ == "PagedAttentionCache" for kind in type(value).__mro__)
 
 
 def cache_of(values: Mapping[str, Any]) -> Any:
@@ -113,4 +120,5 @@ def cache_returned(outputs: Any) -> Any:
     """The cache among a model's outputs, a mapping or a tuple."""
     if isinstance(outputs, tuple):
         outputs = dict(enumerate(outputs))
-    return cache_of(outputs) if isinstance(outputs, Mapping) else None
+    # 5.24's outputs warn of every old name: a plain dict doesn't.
+    return cache_of(dict(outputs)) if isinstance(outputs, Mapping) else None

@@ -109,7 +109,9 @@ def _require_spreadable(tensors: tuple[Tensor, Tensor, Tensor], kwargs: dict[str
     """Check shapes and keywords, which are the same on every rank: so is the error."""
     query, key, value = tensors
     skip = "Pass skip_sequence_parallel=True where every rank has all keys, or none of another's."
-    if argument := "cache" if kwargs.get("cache") is not None else unsupported_argument(kwargs):
+    # Continuous batching passes `cache` up to 5.23, and `read_index` on all releases.
+    paging = next((name for name in ("cache", "read_index") if kwargs.get(name) is not None), None)
+    if argument := paging or unsupported_argument(kwargs):
         raise _unsupported(f"the argument {argument}", skip)
     if kwargs.get("position_bias") is not None:
         raise _unsupported("a bias of the scores (position_bias)", skip)
