@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 import io
@@ -21,7 +22,7 @@ from tiny import CAUSAL_LMS, OPS_MODELS, TRANSFORMERS, VOCAB, bart, llava, rando
 from wrapped import CHUNKED, assert_same, build, spread, with_a_loss_of_the_logits
 
 import kernel_compat
-from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, ops
+from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, models, ops
 from kernel_compat.ops.losses.causal import causal_loss
 from kernel_compat.ops.losses.lazy import LazyLogits
 
@@ -679,6 +680,139 @@ def test_attention_is_chosen_with_the_rest() -> None:
         assert ops.Binding("", "attn", "", "sdpa") in report.bindings
         report.undo()
     assert model.config._attn_implementation == "eager"
+
+
+def unused_forward(*args: Any, **kwargs: Any) -> Any:
+    raise SystemExit("it was called")
+
+
+#: Arguments of `register_attention`, besides the kernel.
+NAMES: dict[str, dict[str, Any]] = {
+    "my_flash_spread": {"sequence_parallel": True},
+    "my_flash_ring": {"handles_context_parallel": True},
+    "my_flash_own": {"forward": unused_forward},
+    "my_flash_auto": {"kernel": "auto"},
+    "my_flash_padding_free": {"padding_free": True},
+}
+
+
+@pytest.fixture
+def attention_names() -> Iterator[None]:
+    for name, options in NAMES.items():
+        kernel_compat.register_attention(name, **{"kernel": "flash_attention_reference", **options})
+    with kernel_compat.installed(unproven="allow"):
+        yield
+    for name in NAMES:
+        kernel_compat.unregister_attention(name)
+
+
+def attention_of(model: Any) -> list[str]:
+    """The attention names of a model's parts."""
+    return [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+
+
+@pytest.mark.usefixtures("attention_names")
+@pytest.mark.parametrize("name", [*NAMES, "eager", "sdpa", "flex_attention", "flash_attention_reference"])
+@pytest.mark.parametrize("way", ["auto", "auto for the model", "changed", "built", "eager", "liger_support"])
+def test_a_model_keeps_the_attention_that_it_was_loaded_with(name: str, way: str) -> None:
+    config = OPS_MODELS["llama"]()
+    build_it = functools.partial(transformers.AutoModelForCausalLM.from_config, config, attn_implementation=name)
+    proposed = ops.OpsConfig.auto()
+    assert proposed.attn_implementation is not None  # to load a model with
+    if way == "built":
+        with ops.use(proposed):
+            model = build_it()
+        assert ops.applied(model) is not None
+    else:
+        model = build_it()
+    before = attention_of(build_it())
+    chosen = {
+        "auto": proposed,
+        "auto for the model": ops.OpsConfig.auto(model=model),
+        "changed": dataclasses.replace(proposed, cross_entropy_loss_implementation="eager"),
+        "eager": ops.OpsConfig.eager(),
+    }
+    if way == "liger_support":
+        models.liger_support(model)
+    elif way != "built":
+        report = ops.apply_ops(model, chosen[way])
+        assert not any(binding.op == "attn" for binding in report.bindings)
+        assert ops.apply_ops(model, chosen[way]) is report
+        assert any("is to load a model with" in note for note in report.notes) == (way in ("auto", "changed"))
+
+    assert set(before) == {name}
+    assert attention_of(model) == before
+
+
+@pytest.mark.usefixtures("attention_names")
+def test_the_parts_of_a_composite_model_keep_theirs() -> None:
+    names = {"text_config": "my_flash_auto", "vision_config": "eager"}
+    model = transformers.LlavaForConditionalGeneration._from_config(llava(), attn_implementation=names)
+    before = attention_of(model)
+    assert {"my_flash_auto", "eager"} <= set(before)
+
+    for config in (ops.OpsConfig.auto(), ops.OpsConfig.auto(model=model)):
+        with ops.apply_ops(model, config):
+            assert attention_of(model) == before
+    with ops.apply_ops(model, ops.OpsConfig(attn_implementation="sdpa")):
+        assert set(attention_of(model)) == {"sdpa"}
+    assert attention_of(model) == before
+
+
+@pytest.mark.usefixtures("attention_names")
+@pytest.mark.parametrize("name", ["my_flash_spread", "my_flash_ring"])
+def test_attention_over_ranks_is_not_replaced_by_one_within_a_rank(name: str) -> None:
+    alone = transformers.AutoModelForCausalLM.from_config(OPS_MODELS["llama"](), attn_implementation=name)
+    whole = transformers.LlavaForConditionalGeneration._from_config(
+        llava(), attn_implementation={"text_config": name, "vision_config": "eager"}
+    )
+    for model in (alone, whole):
+        for other in ("sdpa", "eager", "my_flash_auto"):
+            config = dataclasses.replace(ops.OpsConfig.auto(), attn_implementation=other, proposed=None)
+            with (
+                left_as_it_was(model),
+                pytest.raises(UnsupportedFeatureError, match=f"'{name}', whose sequences are spread over ranks"),
+            ):
+                ops.apply_ops(model, config)
+        assert name in attention_of(model)
+    with ops.apply_ops(alone, ops.OpsConfig(attn_implementation="my_flash_ring")):
+        assert set(attention_of(alone)) == {"my_flash_ring"}
+
+
+def test_attention_that_transformers_doesn_t_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It logs a warning for a model that doesn't look its attention function up."""
+    model = build("llama")
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda *_: False)
+
+    with left_as_it_was(model), pytest.raises(UnsupportedFeatureError, match="transformers sets no other attention"):
+        ops.apply_ops(model, ops.OpsConfig(attn_implementation="sdpa"))
+
+
+@pytest.mark.usefixtures("attention_names")
+@pytest.mark.parametrize("name", ["my_flash_spread", "my_flash_ring", "my_flash_own"])
+def test_a_model_is_not_run_under_a_name_that_may_wait_for_other_ranks(name: str) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(OPS_MODELS["llama"](), attn_implementation=name)
+    model.register_forward_pre_hook(unused_forward)
+
+    (note,) = ops.apply_ops(model, CHUNKED).notes
+    assert f"it isn't run with the attention '{name}'" in note
+
+
+def test_the_error_of_a_model_that_can_t_be_run_is_noted() -> None:
+    model = build("llama")
+    calls = []
+
+    def fail(*args: Any) -> None:
+        calls.append(args)
+        raise RuntimeError("it needs an image")
+
+    handle = model.register_forward_pre_hook(fail)
+    (note,) = ops.apply_ops(model, CHUNKED).notes
+    handle.remove()
+
+    assert len(calls) == 1
+    assert "the first forward with labels shows" in note
+    assert "RuntimeError: it needs an image" in note
 
 
 # Models built in a block ---------------------------------------------------------------------------------------------

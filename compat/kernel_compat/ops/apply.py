@@ -27,6 +27,9 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
     on six tokens, unless its weights are on the meta device, sharded, or on a device that the kernel doesn't run on; then
     the first forward with labels shows whether the loss is used. All or nothing: after an error the model is as it was.
 
+    The attention that the model was loaded with stays, unless the config has another `attn_implementation` that a person chose: one
+    that `OpsConfig.auto` chose isn't set.
+
     Called again with an equal config it returns the report of the first call. A `copy.deepcopy` has the kernels too, and a
     report of its own: `applied`.
 
@@ -42,13 +45,18 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
 
     Raises:
         TypeError: not a module, or a compiled one; or no `OpsConfig`.
-        UnsupportedFeatureError: a module of the model computes another formula than the kernel, or has been replaced.
+        UnsupportedFeatureError: a module of the model computes another formula than the kernel, or has been replaced; or the
+            config's attention can't be set in the model, or isn't one over several ranks as the model's is.
         KernelUnavailableError: a kernel of the config, whether or not the model needs it, isn't installed here or doesn't run on a
             device of this machine; or a kernel doesn't import.
         ValueError: the model, or a part of it, has the kernels of another config.
     """
     _require_config(config)
     require_module(model)
+    proposed = config.attn_implementation if config.attn_implementation == config.proposed else None
+    if proposed is not None:
+        values = {**config.values(), "attn_implementation": None}
+        config = OpsConfig(deferred=True, registry=config.registry, reasons=config.reasons, **values)
     with lock:
         records = {path: vars(module).get(RECORD) for path, module in model.named_modules()}
         inside = {path: record for path, record in records.items() if record is not None}
@@ -71,6 +79,8 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
         config.require()
         plan = Plan(model, config.values(), registry=config.registry)
         plan.make()
+        if proposed is not None:
+            plan.notes.append(f"attn: {proposed!r} is to load a model with, and isn't set in one that is there")
         report = Report(config, tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes))
         for path, part in inside.items():
             report.absorb(path, part)

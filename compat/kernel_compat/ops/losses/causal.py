@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...choosing.capabilities import has_own_forward, is_over_ranks
 from ...errors import UnsupportedFeatureError
 from ..instances import replaced
-from ..recognisers.probing import Unproven, quiet
+from ..recognisers.probing import Unproven, quiet, ranks
 from ..spec import KernelSpec
 from .lazy import Forward, LazyLogits, is_freed, refused
 
@@ -251,24 +252,44 @@ def _keywords(function: Any) -> frozenset[str]:
     return frozenset((*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *constants))
 
 
-def probe(loss: CausalLoss, spec: KernelSpec, *, bound: bool) -> float | None:
-    """The loss of a model on six tokens; None where it can't be run as it is, or needs more than tokens.
+def unrun_because(model: Any, spec: KernelSpec, names: Iterable[object]) -> str:
+    """Why a model isn't run on tokens of ours; empty where it is. The same on every rank of a job.
 
     Args:
-        bound: whether the model has the kernel already.
+        names: the attention names of its parts.
     """
-    model = loss.model
     parameters = list(model.parameters())
-    plain = all(type(p) in (torch.Tensor, nn.Parameter) and not p.is_meta and not p.is_inference() for p in parameters)
-    sharded = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
-    if not parameters or not plain or sharded or getattr(model, "main_input_name", "") != "input_ids":
-        return None
+    if (count := ranks()) > 1:
+        return f"it isn't run on one of {count} ranks, where it may wait for the others"
+    if waits := [name for name in names if is_over_ranks(name) or has_own_forward(name)]:
+        return f"it isn't run with the attention {waits[0]!r}, which may wait for other ranks"
+    if any(p.is_meta for p in parameters) or not parameters:
+        return "it has no weights yet"
+    if any(type(p) not in (Tensor, nn.Parameter) or is_freed(p) for p in parameters) or any(
+        type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()
+    ):
+        return "its weights are sharded"
+    if any(p.is_inference() for p in parameters):
+        return "its weights were created in inference mode"
+    if getattr(model, "main_input_name", "") != "input_ids":
+        return "its input isn't tokens"
+    device = model.get_input_embeddings().weight.device.type
+    if not {"any", device} & {*spec.hardware.kinds} and not spec.hardware.interpreted:
+        return f"the kernel doesn't run on {device}"
+    return ""
+
+
+def probe(model: Any) -> float:
+    """The loss of a model on six tokens.
+
+    Raises:
+        Unproven: its forward failed, or returned no loss.
+        UnsupportedFeatureError: a kernel can't be used in it.
+    """
     device = model.get_input_embeddings().weight.device
-    if not {"any", device.type} & {*spec.hardware.kinds} and not spec.hardware.interpreted:
-        return None
     modes = [(module, module.training) for module in model.modules()]
     # Kernels compute the loss where gradients are on.
-    with torch.inference_mode(False), torch.set_grad_enabled(bound):
+    with torch.inference_mode(False), torch.enable_grad():
         tokens = (torch.arange(6, device=device) % (model.get_output_embeddings().out_features - 1) + 1).unsqueeze(0)
         labels = tokens.clone()
         labels[0, 2] = -100
@@ -276,16 +297,16 @@ def probe(loss: CausalLoss, spec: KernelSpec, *, bound: bool) -> float | None:
             for module, _ in modes:  # not by eval(), which replaces forwards where use_kernels is on
                 module.training = False
             value = model(input_ids=tokens, labels=labels).loss
-        except Exception as error:
-            if not bound:  # it needs images, or another kind of tokens
-                return None
-            if isinstance(error, UnsupportedFeatureError):
-                raise
+        except UnsupportedFeatureError:
+            raise
+        except Exception as error:  # it needs images, or another kind of tokens
             raise Unproven(f"its forward failed on a probe ({type(error).__name__}: {error})") from error
         finally:
             for module, mode in modes:
                 module.training = mode
-    return None if value is None else float(value.detach())
+    if value is None:
+        raise Unproven("its forward returned no loss for a probe with labels")
+    return float(value.detach())
 
 
 def head_forward(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
