@@ -56,7 +56,7 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
     proposed = config.attn_implementation if config.attn_implementation == config.proposed else None
     if proposed is not None:
         values = {**config.values(), "attn_implementation": None}
-        config = OpsConfig(deferred=True, registry=config.registry, reasons=config.reasons, **values)
+        config = OpsConfig.from_dict(values, deferred=True, registry=config.registry)
     with lock:
         records = {path: vars(module).get(RECORD) for path, module in model.named_modules()}
         inside = {path: record for path, record in records.items() if record is not None}
