@@ -1250,6 +1250,34 @@ def test_labels_for_another_number_of_tokens_are_refused() -> None:
         model(input_ids=IDS, labels=LABELS, logits_to_keep=3)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.uint8, torch.int32, torch.int16, torch.bool, torch.float32, torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize("over", ["hidden states", "logits"])
+def test_labels_are_refused_and_taken_as_eager_does(dtype: torch.dtype, over: str) -> None:
+    model = build("llama")
+    labels = IDS.to(dtype)
+    try:
+        eager = model(input_ids=IDS, shift_labels=labels, labels=labels).loss
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        eager = None
+    if over == "logits":
+        ops.register_kernel("cross_entropy_loss", "causal_logits", "of_logits")(
+            lambda: torch.nn.functional.cross_entropy
+        )
+    try:
+        config = ops.OpsConfig(cross_entropy_loss_implementation="of_logits" if over == "logits" else "chunk_loss")
+        ops.apply_ops(model, config)
+        if eager is None:
+            with pytest.raises(TypeError, match="labels are of int64 or uint8"):
+                model(input_ids=IDS, shift_labels=labels, labels=labels)
+        else:
+            torch.testing.assert_close(model(input_ids=IDS, shift_labels=labels, labels=labels).loss, eager)
+    finally:
+        if over == "logits":
+            ops.unregister_kernel("cross_entropy_loss", "causal_logits", "of_logits")
+
+
 def test_a_batch_without_labels_that_count_moves_nothing() -> None:
     model = build("llama")
     ops.apply_ops(model, CHUNKED)

@@ -17,6 +17,7 @@ from ...errors import UnsupportedFeatureError
 from ..instances import replaced
 from ..recognisers.probing import Unproven, quiet, ranks
 from ..spec import KernelSpec
+from .labels import checked
 from .lazy import Forward, LazyLogits, is_freed, refused
 
 #: Attributes: of the head, the `Forward` that it is called in; of the model, its head and the forward of its instance.
@@ -138,7 +139,9 @@ def over_logits(kernel: Callable[..., Tensor], beside: Beside | None = None) -> 
     def cross_entropy(logits: Tensor, vocab_size: int, *, labels: Tensor, **options: Any) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         own = logits.clone() if logits.dtype == wide else logits.to(wide)
-        return kernel(own.reshape(-1, vocab_size), labels.to(logits.device), **options)
+        rows = own.reshape(-1, vocab_size)
+        labels, options["ignore_index"] = checked(labels, len(rows), **options)
+        return kernel(rows, labels.to(logits.device), **options)
 
     return Loss(cross_entropy, beside)
 
@@ -158,6 +161,7 @@ def over_hidden_states(logits: Any, vocab_size: int, *, labels: Tensor, **option
     rows = logits.hidden_states.reshape(-1, logits.hidden_states.shape[-1])
     if labels.shape[0] != rows.shape[0]:
         raise ValueError(f"there are labels for {labels.shape[0]} tokens, and hidden states of {rows.shape[0]}")
+    labels, options["ignore_index"] = checked(labels, len(rows), **options)
     logits.forward.taken = True
     head, outer = logits.forward.head, logits.forward.model.get_output_embeddings()
     # Parameters in shards are gathered by hooks of their module, which otherwise have run already.
