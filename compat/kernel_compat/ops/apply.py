@@ -24,11 +24,13 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
     """Bind the kernels of a config to a model: to this instance, and to no other of its class.
 
     The formula that each module computes is proven first, on a few random inputs. A model whose loss is replaced runs once,
-    on six tokens, unless its weights are on the meta device, sharded, or on a device that the kernel doesn't run on; then
-    the first forward with labels shows whether the loss is used. All or nothing: after an error the model is as it was.
+    on six tokens, unless it may wait for other ranks (it is on one of several, or its attention name is registered as one over
+    ranks or with a forward of its own), its weights are on the meta device, sharded, or on a device that the kernel doesn't run
+    on, or the run fails; the report notes which, and the first forward with labels shows whether the loss is used. All or
+    nothing: after an error the model is as it was.
 
-    The attention that the model was loaded with stays, unless the config has another `attn_implementation` that a person chose: one
-    that `OpsConfig.auto` chose isn't set.
+    The model keeps the attention that it was loaded with, unless the config sets another `attn_implementation`. The one that
+    `OpsConfig.auto` proposes isn't set.
 
     Called again with an equal config it returns the report of the first call. A `copy.deepcopy` has the kernels too, and a
     report of its own: `applied`.
