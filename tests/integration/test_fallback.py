@@ -593,3 +593,20 @@ def test_a_forward_without_a_feature_that_a_model_needs(features: set[str]) -> N
         with pytest.raises(UnsupportedFeatureError, match="x_flash does not support"):
             model.set_attn_implementation("x_flash")
         assert model.config._attn_implementation == "y_flash"
+
+
+def test_a_name_over_ranks_that_can_t_be_used_is_an_error() -> None:
+    """Under any other name each rank would attend to its own tokens alone."""
+    kernel_compat.register_attention("my_flash_spread", "flash_attention_3", sequence_parallel=True)
+    tried = []
+
+    def load_it(name: str) -> Any:
+        tried.append(name)
+        raise KernelUnavailableError(name, ["it isn't here"])
+
+    try:
+        with kernel_compat.installed(), pytest.raises(KernelUnavailableError):
+            load_with_fallback(load_it, "my_flash_spread")
+    finally:
+        kernel_compat.unregister_attention("my_flash_spread")
+    assert set(tried) <= {"my_flash_spread"}
