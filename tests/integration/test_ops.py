@@ -1065,6 +1065,23 @@ def test_an_argument_for_something_else_than_the_loss_is_refused(name: str) -> N
         assert model(input_ids=IDS, labels=LABELS, return_log_probs=True).loss is None
 
 
+def test_an_argument_that_changes_a_loss_function_s_loss_is_refused() -> None:
+    def smoothed(logits: Any, labels: Any, vocab_size: int, label_smoothing: float = 0.0, **kwargs: Any) -> Any:
+        loss = causal_loss(logits, labels, vocab_size, **{k: v for k, v in kwargs.items() if k != "class_weights"})
+        weights = kwargs.get("class_weights")
+        return loss + label_smoothing * logits.float().square().mean() + (0 if weights is None else weights.sum())
+
+    model = build("llama")
+    model.loss_function = smoothed
+    eager = model(input_ids=IDS, labels=LABELS).loss
+    ops.apply_ops(model, CHUNKED)
+
+    torch.testing.assert_close(model(input_ids=IDS, labels=LABELS, class_weights=None).loss, eager)
+    for name, value in {"label_smoothing": 0.1, "class_weights": torch.ones(VOCAB)}.items():
+        with pytest.raises(UnsupportedFeatureError, match=f"{name}=, which the model's own loss function reads"):
+            model(input_ids=IDS, labels=LABELS, **{name: value})
+
+
 def test_a_loss_function_that_returns_more_than_the_logits_is_refused() -> None:
     def loss(logits: Any, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
         return causal_loss(logits, labels, vocab_size, **kwargs), {"entropy": logits.sum()}

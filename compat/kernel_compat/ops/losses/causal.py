@@ -25,23 +25,26 @@ FORWARD, HEAD, INNER = "_kernel_compat_current_forward", "_kernel_compat_head", 
 
 
 class Beside(NamedTuple):
-    """The values that a model's loss function returns in a tuple after the loss, as VeOmni's and other frameworks' do.
+    """A model's own loss function, and the values that it returns in a tuple after the loss, as VeOmni's does.
 
     Attributes:
         function: the model's own loss function.
-        dimensions: of each value: the number of dimensions of the logits that it is, or None where it is None.
+        dimensions: of each value: the number of dimensions of the logits that it is, or None where it is None. None where the
+            function returns no tuple.
         keywords: the keyword arguments that the function reads besides those of the causal cross-entropy.
     """
 
     function: Callable[..., Any]
-    dimensions: tuple[int | None, ...]
+    dimensions: tuple[int | None, ...] | None
     keywords: frozenset[str]
 
-    def values(self, logits: Any, vocab_size: int) -> tuple[Any, ...]:
-        """The values for these logits; lazy logits are passed on as they are."""
+    def returned(self, loss: Tensor, logits: Any, vocab_size: int) -> Any:
+        """The loss, as the function returns it: beside values for these logits. Lazy logits are passed on as they are."""
+        if self.dimensions is None:
+            return loss
         lazy = isinstance(logits, LazyLogits)
         flat = (logits if lazy or n in (None, logits.ndim) else logits.reshape(-1, vocab_size) for n in self.dimensions)
-        return tuple(None if n is None else one for n, one in zip(self.dimensions, flat, strict=True))
+        return loss, *(None if n is None else one for n, one in zip(self.dimensions, flat, strict=True))
 
     def require_unasked(self, keywords: Mapping[str, Any]) -> None:
         """Refuse keyword arguments that may ask the model's own function for something else than the loss.
@@ -119,13 +122,14 @@ class Loss:
         if self._beside is not None:
             self._beside.require_unasked(kwargs)
         loss = causal_loss(logits, labels, vocab_size, *args, cross_entropy=self._cross_entropy, **kwargs)
-        return loss if self._beside is None else (loss, *self._beside.values(logits, vocab_size))
+        return loss if self._beside is None else self._beside.returned(loss, logits, vocab_size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Loss:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (causal_loss if self._beside is None else self._beside.function,)
+        beside = self._beside
+        return functools.partial, (causal_loss if beside is None or beside.dimensions is None else beside.function,)
 
 
 def _of_logits(logits: Tensor, vocab_size: int, *, labels: Tensor, **options: Any) -> Tensor:
@@ -196,7 +200,7 @@ def prove(module: Any) -> CausalLoss:
     methods = (inspect.unwrap(f) for kind in type(module).__mro__ for f in vars(kind).values() if inspect.isfunction(f))
     if not any("loss_function" in method.__code__.co_names for method in methods):
         raise Unproven("it computes its loss itself: none of its methods calls loss_function")
-    beside: Beside | None = None
+    dimensions: tuple[int | None, ...] | None = None
     with quiet() as generator:
         size = 7
         logits = torch.randn(2, 5, size, generator=generator)
@@ -209,7 +213,7 @@ def prove(module: Any) -> CausalLoss:
                 given = module.loss_function(logits=logits, labels=labels, vocab_size=size, **options)
                 if isinstance(given, tuple):
                     given, *values = given
-                    beside = _beside(module.loss_function, values, logits)
+                    dimensions = _dimensions(values, logits)
                 off = abs(float(given) - float(expected))
             except Unproven:
                 raise
@@ -219,15 +223,16 @@ def prove(module: Any) -> CausalLoss:
                 raise Unproven(
                     f"its loss_function differs from the causal cross-entropy by {off:.1e} with {options or 'labels'}"
                 )
-    return CausalLoss(module, head, beside)
+    function = module.loss_function
+    return CausalLoss(module, head, Beside(function, dimensions, _keywords(function) - _CAUSAL))
 
 
 #: The parameters of transformers' ``ForCausalLMLoss``, and the ones by which fused losses are given the logits' factors.
 _CAUSAL = frozenset(inspect.signature(causal_loss).parameters) | {"hidden_states", "weights"}
 
 
-def _beside(function: Callable[..., Any], values: list[Any], logits: Tensor) -> Beside:
-    """What a loss function returned after the loss for these logits.
+def _dimensions(values: list[Any], logits: Tensor) -> tuple[int | None, ...]:
+    """The number of dimensions of each value that a loss function returned after the loss for these logits.
 
     Raises:
         Unproven: a value is neither None nor the logits.
@@ -239,7 +244,7 @@ def _beside(function: Callable[..., Any], values: list[Any], logits: Tensor) -> 
             and torch.equal(value.reshape(logits.shape), logits)
         ):
             raise Unproven(f"its loss_function returns a {_path(type(value))} beside the loss, which isn't the logits")
-    return Beside(function, tuple(None if one is None else one.ndim for one in values), _keywords(function) - _CAUSAL)
+    return tuple(None if one is None else one.ndim for one in values)
 
 
 def _keywords(function: Any) -> frozenset[str]:
