@@ -696,3 +696,20 @@ class TestLoopsOfFrameworks:
         assert isinstance(caught.value, ImportError)
         assert isinstance(caught.value, ValueError)
         assert caught.value.install == "Install it."
+
+
+def test_a_name_over_ranks_that_can_t_be_used_is_an_error() -> None:
+    """Under any other name each rank would attend to its own tokens alone."""
+    kernel_compat.register_attention("my_flash_spread", "flash_attention_3", sequence_parallel=True)
+    tried = []
+
+    def load_it(name: str) -> Any:
+        tried.append(name)
+        raise KernelUnavailableError(name, ["it isn't here"])
+
+    try:
+        with kernel_compat.installed(), pytest.raises(KernelUnavailableError):
+            load_with_fallback(load_it, "my_flash_spread")
+    finally:
+        kernel_compat.unregister_attention("my_flash_spread")
+    assert set(tried) <= {"my_flash_spread"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 import io
@@ -21,7 +22,7 @@ from tiny import CAUSAL_LMS, OPS_MODELS, TRANSFORMERS, VOCAB, bart, llava, rando
 from wrapped import CHUNKED, assert_same, build, spread, with_a_loss_of_the_logits
 
 import kernel_compat
-from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, ops
+from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, models, ops
 from kernel_compat.ops.losses.causal import causal_loss
 from kernel_compat.ops.losses.lazy import LazyLogits
 
@@ -681,6 +682,139 @@ def test_attention_is_chosen_with_the_rest() -> None:
     assert model.config._attn_implementation == "eager"
 
 
+def unused_forward(*args: Any, **kwargs: Any) -> Any:
+    raise SystemExit("it was called")
+
+
+#: Arguments of `register_attention`, besides the kernel.
+NAMES: dict[str, dict[str, Any]] = {
+    "my_flash_spread": {"sequence_parallel": True},
+    "my_flash_ring": {"handles_context_parallel": True},
+    "my_flash_own": {"forward": unused_forward},
+    "my_flash_auto": {"kernel": "auto"},
+    "my_flash_padding_free": {"padding_free": True},
+}
+
+
+@pytest.fixture
+def attention_names() -> Iterator[None]:
+    for name, options in NAMES.items():
+        kernel_compat.register_attention(name, **{"kernel": "flash_attention_reference", **options})
+    with kernel_compat.installed(unproven="allow"):
+        yield
+    for name in NAMES:
+        kernel_compat.unregister_attention(name)
+
+
+def attention_of(model: Any) -> list[str]:
+    """The attention names of a model's parts."""
+    return [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+
+
+@pytest.mark.usefixtures("attention_names")
+@pytest.mark.parametrize("name", [*NAMES, "eager", "sdpa", "flex_attention", "flash_attention_reference"])
+@pytest.mark.parametrize("way", ["auto", "auto for the model", "changed", "built", "eager", "liger_support"])
+def test_a_model_keeps_the_attention_that_it_was_loaded_with(name: str, way: str) -> None:
+    config = OPS_MODELS["llama"]()
+    build_it = functools.partial(transformers.AutoModelForCausalLM.from_config, config, attn_implementation=name)
+    proposed = ops.OpsConfig.auto()
+    assert proposed.attn_implementation is not None  # to load a model with
+    if way == "built":
+        with ops.use(proposed):
+            model = build_it()
+        assert ops.applied(model) is not None
+    else:
+        model = build_it()
+    before = attention_of(build_it())
+    chosen = {
+        "auto": proposed,
+        "auto for the model": ops.OpsConfig.auto(model=model),
+        "changed": dataclasses.replace(proposed, cross_entropy_loss_implementation="eager"),
+        "eager": ops.OpsConfig.eager(),
+    }
+    if way == "liger_support":
+        models.liger_support(model)
+    elif way != "built":
+        report = ops.apply_ops(model, chosen[way])
+        assert not any(binding.op == "attn" for binding in report.bindings)
+        assert ops.apply_ops(model, chosen[way]) is report
+        assert any("is to load a model with" in note for note in report.notes) == (way in ("auto", "changed"))
+
+    assert set(before) == {name}
+    assert attention_of(model) == before
+
+
+@pytest.mark.usefixtures("attention_names")
+def test_the_parts_of_a_composite_model_keep_theirs() -> None:
+    names = {"text_config": "my_flash_auto", "vision_config": "eager"}
+    model = transformers.LlavaForConditionalGeneration._from_config(llava(), attn_implementation=names)
+    before = attention_of(model)
+    assert {"my_flash_auto", "eager"} <= set(before)
+
+    for config in (ops.OpsConfig.auto(), ops.OpsConfig.auto(model=model)):
+        with ops.apply_ops(model, config):
+            assert attention_of(model) == before
+    with ops.apply_ops(model, ops.OpsConfig(attn_implementation="sdpa")):
+        assert set(attention_of(model)) == {"sdpa"}
+    assert attention_of(model) == before
+
+
+@pytest.mark.usefixtures("attention_names")
+@pytest.mark.parametrize("name", ["my_flash_spread", "my_flash_ring"])
+def test_attention_over_ranks_is_not_replaced_by_one_within_a_rank(name: str) -> None:
+    alone = transformers.AutoModelForCausalLM.from_config(OPS_MODELS["llama"](), attn_implementation=name)
+    whole = transformers.LlavaForConditionalGeneration._from_config(
+        llava(), attn_implementation={"text_config": name, "vision_config": "eager"}
+    )
+    for model in (alone, whole):
+        for other in ("sdpa", "eager", "my_flash_auto"):
+            config = dataclasses.replace(ops.OpsConfig.auto(), attn_implementation=other, proposed=None)
+            with (
+                left_as_it_was(model),
+                pytest.raises(UnsupportedFeatureError, match=f"'{name}', whose sequences are spread over ranks"),
+            ):
+                ops.apply_ops(model, config)
+        assert name in attention_of(model)
+    with ops.apply_ops(alone, ops.OpsConfig(attn_implementation="my_flash_ring")):
+        assert set(attention_of(alone)) == {"my_flash_ring"}
+
+
+def test_attention_that_transformers_doesn_t_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It logs a warning for a model that doesn't look its attention function up."""
+    model = build("llama")
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda *_: False)
+
+    with left_as_it_was(model), pytest.raises(UnsupportedFeatureError, match="transformers sets no other attention"):
+        ops.apply_ops(model, ops.OpsConfig(attn_implementation="sdpa"))
+
+
+@pytest.mark.usefixtures("attention_names")
+@pytest.mark.parametrize("name", ["my_flash_spread", "my_flash_ring", "my_flash_own"])
+def test_a_model_is_not_run_under_a_name_that_may_wait_for_other_ranks(name: str) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(OPS_MODELS["llama"](), attn_implementation=name)
+    model.register_forward_pre_hook(unused_forward)
+
+    (note,) = ops.apply_ops(model, CHUNKED).notes
+    assert f"it isn't run with the attention '{name}'" in note
+
+
+def test_the_error_of_a_model_that_can_t_be_run_is_noted() -> None:
+    model = build("llama")
+    calls = []
+
+    def fail(*args: Any) -> None:
+        calls.append(args)
+        raise RuntimeError("it needs an image")
+
+    handle = model.register_forward_pre_hook(fail)
+    (note,) = ops.apply_ops(model, CHUNKED).notes
+    handle.remove()
+
+    assert len(calls) == 1
+    assert "the first forward with labels shows" in note
+    assert "RuntimeError: it needs an image" in note
+
+
 # Models built in a block ---------------------------------------------------------------------------------------------
 
 
@@ -931,6 +1065,23 @@ def test_an_argument_for_something_else_than_the_loss_is_refused(name: str) -> N
         assert model(input_ids=IDS, labels=LABELS, return_log_probs=True).loss is None
 
 
+def test_an_argument_that_changes_a_loss_function_s_loss_is_refused() -> None:
+    def smoothed(logits: Any, labels: Any, vocab_size: int, label_smoothing: float = 0.0, **kwargs: Any) -> Any:
+        loss = causal_loss(logits, labels, vocab_size, **{k: v for k, v in kwargs.items() if k != "class_weights"})
+        weights = kwargs.get("class_weights")
+        return loss + label_smoothing * logits.float().square().mean() + (0 if weights is None else weights.sum())
+
+    model = build("llama")
+    model.loss_function = smoothed
+    eager = model(input_ids=IDS, labels=LABELS).loss
+    ops.apply_ops(model, CHUNKED)
+
+    torch.testing.assert_close(model(input_ids=IDS, labels=LABELS, class_weights=None).loss, eager)
+    for name, value in {"label_smoothing": 0.1, "class_weights": torch.ones(VOCAB)}.items():
+        with pytest.raises(UnsupportedFeatureError, match=f"{name}=, which the model's own loss function reads"):
+            model(input_ids=IDS, labels=LABELS, **{name: value})
+
+
 def test_a_loss_function_that_returns_more_than_the_logits_is_refused() -> None:
     def loss(logits: Any, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
         return causal_loss(logits, labels, vocab_size, **kwargs), {"entropy": logits.sum()}
@@ -1114,6 +1265,34 @@ def test_labels_for_another_number_of_tokens_are_refused() -> None:
 
     with pytest.raises(ValueError, match="labels for 18 tokens, and hidden states of 6"):
         model(input_ids=IDS, labels=LABELS, logits_to_keep=3)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.uint8, torch.int32, torch.int16, torch.bool, torch.float32, torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize("over", ["hidden states", "logits"])
+def test_labels_are_refused_and_taken_as_eager_does(dtype: torch.dtype, over: str) -> None:
+    model = build("llama")
+    labels = IDS.to(dtype)
+    try:
+        eager = model(input_ids=IDS, shift_labels=labels, labels=labels).loss
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        eager = None
+    if over == "logits":
+        ops.register_kernel("cross_entropy_loss", "causal_logits", "of_logits")(
+            lambda: torch.nn.functional.cross_entropy
+        )
+    try:
+        config = ops.OpsConfig(cross_entropy_loss_implementation="of_logits" if over == "logits" else "chunk_loss")
+        ops.apply_ops(model, config)
+        if eager is None:
+            with pytest.raises(TypeError, match="labels are of int64 or uint8"):
+                model(input_ids=IDS, shift_labels=labels, labels=labels)
+        else:
+            torch.testing.assert_close(model(input_ids=IDS, shift_labels=labels, labels=labels).loss, eager)
+    finally:
+        if over == "logits":
+            ops.unregister_kernel("cross_entropy_loss", "causal_logits", "of_logits")
 
 
 def test_a_batch_without_labels_that_count_moves_nothing() -> None:

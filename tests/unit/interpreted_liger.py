@@ -6,6 +6,7 @@ No kernel modifies its inputs, saved tensors or incoming gradients in place.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from inspect import signature
@@ -51,6 +52,44 @@ def test_cross_entropy(factor: float, reduction: Literal["mean", "sum"], trained
 
     expected = results(functional.cross_entropy(hidden @ weight.T + bias, labels, reduction=reduction))
     require_close(results(liger.cross_entropy()(hidden, weight, labels, bias=bias, reduction=reduction)), expected)
+
+
+@pytest.mark.parametrize("over", ["hidden states", "logits"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int32, torch.bool, torch.float32])
+@pytest.mark.parametrize(
+    ("labels", "options"),
+    [
+        ([0, 1, 36, 1], {}),
+        ([0, 1, 36, 1], {"ignore_index": 1}),
+        ([0, 1, 37, 1], {}),
+        ([0, 1, -1, 1], {}),
+        ([0, 1, 2, 156], {}),
+        ([0, 1, 2], {}),
+        ([0, 1, 2, 1], {"reduction": "none"}),
+        ([0, 1, 2, 1], {"ignore_index": 1.0}),
+    ],
+)
+def test_labels_are_taken_as_torch_s_cross_entropy_takes_them(
+    labels: list[int], options: dict[str, Any], dtype: torch.dtype, over: str
+) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(4, 16), torch.randn(37, 16)
+    given = torch.tensor(labels).to(dtype)
+    wanted = None
+    if options.get("reduction") != "none":  # of each token: no kernel of this library
+        with suppress(TypeError, ValueError, RuntimeError, IndexError):
+            wanted = functional.cross_entropy(hidden @ weight.T, given, **options)
+
+    def found() -> Any:
+        if over == "logits":
+            return liger.logits_cross_entropy()(hidden @ weight.T, given, **options)
+        return liger.cross_entropy()(hidden, weight, given, **options)
+
+    if wanted is None:
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            found()
+    else:
+        torch.testing.assert_close(found(), wanted)
 
 
 @pytest.mark.skipif(

@@ -252,3 +252,57 @@ def test_labels_that_don_t_fit_are_refused() -> None:
     labels[2] = 9
     with pytest.raises((IndexError, RuntimeError)):
         chunk_loss(x, weight, labels)
+
+
+#: Every dtype of torch, but for packed and quantized ones, which have no arithmetic.
+DTYPES = [
+    *(
+        getattr(torch, name)
+        for name in ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool")
+    ),
+    *(torch.float64, torch.float32, torch.bfloat16, torch.complex64),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none", "average", None])
+@pytest.mark.parametrize("ignore", [-100, 1, 255, 156, -1, 2**40, 1.0, True, None, "1", torch.tensor(1)], ids=repr)
+def test_labels_and_options_are_taken_as_torch_s_takes_them(dtype: torch.dtype, reduction: Any, ignore: Any) -> None:
+    """But for losses of each token, which are refused."""
+    x, weight, _, labels = problem(6, 4, 200, bias=False)
+    labels = torch.tensor([0, 1, 156, 1, 5, 1] if dtype in (torch.int64, torch.uint8) else [0, 1, 1, 1, 0, 1]).to(dtype)
+
+    try:
+        wanted = expected(x, weight, None, labels, reduction, (), ignore)
+    except (TypeError, ValueError, RuntimeError):
+        wanted = None
+    if wanted is None or reduction == "none":
+        with pytest.raises((TypeError, ValueError)):
+            chunk_loss(x, weight, labels, ignore_index=ignore, reduction=reduction)
+        return
+    found = chunk_loss(x, weight, labels, ignore_index=ignore, reduction=reduction)
+
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    for one, other in zip(gradients(found, x, weight), gradients(wanted, x, weight), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("label", [9, -1, 2**40, -100])
+def test_a_label_that_is_no_class_is_refused(label: int) -> None:
+    x, weight, _, labels = problem(6, 4, 9)
+    labels[2] = label
+
+    with pytest.raises((IndexError, RuntimeError)):
+        expected(x, weight, None, labels, "mean", (), -99)
+    with pytest.raises((IndexError, RuntimeError)):
+        chunk_loss(x, weight, labels, ignore_index=-99)
+
+
+@pytest.mark.parametrize("shape", [(6, 1), (1, 6), (5,), (), (6, 9)])
+def test_labels_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    x, weight, _, _ = problem(6, 4, 9)
+
+    with pytest.raises((ValueError, RuntimeError)):
+        expected(x, weight, None, torch.zeros(shape, dtype=torch.long), "mean", (), -100)
+    with pytest.raises(ValueError, match="labels"):
+        chunk_loss(x, weight, torch.zeros(shape, dtype=torch.long))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +15,8 @@ import torch
 from plain_kernels import PLAIN
 from torch import Tensor, nn
 
-from kernel_compat import UnsupportedFeatureError, ops
+from kernel_compat import Environment, KernelUnavailableError, UnsupportedFeatureError, ops
+from kernel_compat.ops import config as config_module
 from kernel_compat.ops.recognisers.norms import reference
 
 CONFIG = ops.OpsConfig(rms_norm_implementation=PLAIN)
@@ -153,6 +158,79 @@ def test_a_slot_of_another_variant_is_refused() -> None:
             ops.OpSlot("rms_norm", "offset").bind("standard_alone")
     finally:
         ops.unregister_kernel("rms_norm", "standard", "standard_alone")
+
+
+def built_under(config: ops.OpsConfig) -> Norm:
+    pytest.importorskip("transformers")
+    with ops.use(config):
+        return Norm("offset")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [
+        ({"hardware": ops.Hardware("cuda")}, "it needs a CUDA device, and none is visible"),
+        ({"hardware": ops.Hardware("npu")}, "torch-npu is not installed"),
+        ({"hardware": ops.Hardware("mlu")}, "torch-mlu is not installed"),
+        ({"requires": ("no-such-package>=2",), "install": "Take it."}, "no-such-package is not installed.* Take it"),
+    ],
+)
+@pytest.mark.parametrize("way", ["bind", "config", "use", "apply_ops", "auto"])
+def test_a_kernel_that_can_t_run_here_is_refused_though_another_variant_s_can(
+    attributes: dict[str, Any], reason: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = dataclasses.replace(Environment.detect(), devices=())
+    monkeypatch.setattr(Environment, "detect", lambda *_: here)
+    ops.register_kernel("rms_norm", "standard", "mixed")(lambda: reference)
+    ops.register_kernel("rms_norm", "offset", "mixed", **attributes)(lambda: reference)
+    model = nn.Sequential(Norm("offset"))
+    try:
+        config = ops.OpsConfig(rms_norm_implementation="mixed")
+        if way == "auto":
+            monkeypatch.setitem(config_module._PREFERRED, "rms_norm", ("mixed",))
+            for environment in (None, here):
+                found = ops.OpsConfig.auto(environment, model)
+                assert found["rms_norm"] == "eager"
+                assert re.search(reason.partition(".*")[0], found.reasons["rms_norm_implementation"])
+            return
+        ways: dict[str, Callable[[], Any]] = {
+            "bind": lambda: model[0].kernel.bind("mixed"),
+            "config": lambda: model[0].kernel.bind(config),
+            "use": lambda: built_under(config),
+            "apply_ops": lambda: ops.apply_ops(model, config),
+        }
+        with pytest.raises(KernelUnavailableError, match=f"'mixed' for the variant 'offset' is not usable.*{reason}"):
+            ways[way]()
+        assert not model[0].kernel.is_bound
+    finally:
+        for variant in ("standard", "offset"):
+            ops.unregister_kernel("rms_norm", variant, "mixed")
+
+
+def test_a_value_that_the_variant_lacks_is_said_to_be_that_whatever_is_installed() -> None:
+    for op, variant, value in (("moe", "gpt_oss", "fused_quack"), ("rms_norm_gated", "standard", "npu")):
+        with pytest.raises(ValueError, match=f"has no kernel '{value}' for the variant '{variant}'|the values are"):
+            ops.OpSlot(op, variant).bind(value)
+
+
+@pytest.mark.parametrize("seen", [0, 2, None])
+def test_a_kernel_is_bound_where_torch_sees_its_device(seen: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever packages are there: those decide where torch isn't loaded."""
+    here = Environment(packages={"torch": "2.11.0", "torch-mlu": "1.20"})
+    monkeypatch.setattr(Environment, "detect", lambda *_: here)
+    if seen is not None:
+        monkeypatch.setattr(torch, "mlu", SimpleNamespace(device_count=lambda: seen), raising=False)
+    ops.register_kernel("rms_norm", "standard", "mlu", hardware=ops.Hardware("mlu"))(lambda: reference)
+    try:
+        config = ops.OpsConfig(rms_norm_implementation="mlu")
+        if seen:
+            assert ops.apply_ops(nn.Sequential(Norm()), config).bindings
+            return
+        for bind in (ops.OpSlot("rms_norm", "standard").bind, lambda one: ops.apply_ops(nn.Sequential(Norm()), one)):
+            with pytest.raises(KernelUnavailableError, match="torch sees no mlu device"):
+                bind(config)
+    finally:
+        ops.unregister_kernel("rms_norm", "standard", "mlu")
 
 
 def test_what_is_no_op_is_refused() -> None:

@@ -329,7 +329,9 @@ def test_one_of_several_devices_is_enough() -> None:
     assert hardware.unavailable_because(Environment()) == [
         "it needs a CUDA device or one of torch-mlu, and none is visible"
     ]
-    assert ops.Hardware("mlu").unavailable_because(Environment()) == []  # a spec's `requires` decides
+    assert ops.Hardware("mlu").unavailable_because(Environment()) == ["torch-mlu is not installed"]
+    assert ops.Hardware(("mlu", "hpu")).unavailable_because(Environment(packages={"habana-torch-plugin": "1.23"})) == []
+    assert ops.Hardware("xpu").unavailable_because(Environment(packages=TORCH)) == []  # in torch itself
     assert ops.Hardware(("cuda", "cpu")).unavailable_because(Environment()) == []
 
 

@@ -385,6 +385,22 @@ class TestResolvePreload:
                 found = plan(name, packed_sequence=packed, cp_size=2)
                 assert (found.attn_implementation, found.sdpa_backends) == (name, None)
 
+    @pytest.mark.parametrize("options", [{"sequence_parallel": True}, {"handles_context_parallel": True}])
+    def test_a_name_over_ranks_is_not_replaced_by_one_within_a_rank(self, options: dict[str, Any]) -> None:
+        register = kernel_compat.register_attention
+        register("spread_flash", forward=lambda: None, features={"backward"}, **options)
+        register("other_flash", "flash_attention_2", sequence_parallel=True)
+        here = environment(*ALL, devices=(H100,))
+
+        with pytest.raises(ValueError, match="spread_flash spreads sequences over ranks"):
+            plan("spread_flash", here, packed_sequence=True)
+        assert [step.name for step in ladder("spread_flash", here)] == ["spread_flash"]
+        assert next_fallback("spread_flash") is None
+        prefer = ["sdpa", "other_flash"]
+        assert [step.name for step in ladder("spread_flash", here, prefer=prefer)] == ["spread_flash", "other_flash"]
+        register("first_flash", "flash_attention_4", **options)
+        assert next_fallback("first_flash", prefer=prefer) == "other_flash"
+
     def test_the_features_of_a_forward_decide(self) -> None:
         def forward() -> None: ...
 

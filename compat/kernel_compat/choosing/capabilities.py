@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from ..attention.defaults import registered_attention, status
-from ..attention.names import UPSTREAM, check_name, upstream_owner
+from ..attention.names import UPSTREAM, AttentionName, check_name, upstream_owner
 from ..attention.unsupported import unsupported_because
 from ..environment import Environment
 from ..errors import UnknownNameError, UnsupportedFeatureError
@@ -20,6 +20,8 @@ from ..kernels.catalog import TRANSFORMERS, instead
 __all__ = [
     "Capabilities",
     "capabilities",
+    "has_own_forward",
+    "is_over_ranks",
     "kernel_of",
     "owner_of",
     "require_features",
@@ -58,6 +60,22 @@ def kernel_of(name: str) -> Kernel | None:
     """The kernel that a name is registered with, or else the library's kernel of that name."""
     entry = registered_attention().get(name)
     return entry.kernel if entry else known_kernels().get(name)
+
+
+def is_over_ranks(name: object) -> bool:
+    """Whether a name is registered as attention to the tokens of several ranks. ``paged|NAME`` means NAME."""
+    entry = _entry_of(name)
+    return entry is not None and (entry.spreads or entry.handles_context_parallel)
+
+
+def has_own_forward(name: object) -> bool:
+    """Whether a name is registered with a forward that isn't the library's. ``paged|NAME`` means NAME."""
+    entry = _entry_of(name)
+    return entry is not None and entry.forward is not None
+
+
+def _entry_of(name: object) -> AttentionName | None:
+    return registered_attention().get(name.removeprefix("paged|")) if isinstance(name, str) else None
 
 
 def capabilities(name: str, environment: Environment) -> Capabilities | None:

@@ -11,7 +11,7 @@ from ..environment import Environment
 from ..errors import KernelUnavailableError
 from ..kernels import Features, known_kernels
 from ..kernels.catalog import CATALOG, FLEXIBLE, REFERENCE, TRANSFORMERS
-from .capabilities import capabilities, kernel_of, owner_of, require_known, require_string
+from .capabilities import capabilities, is_over_ranks, kernel_of, owner_of, require_known, require_string
 
 __all__ = ["LADDER", "Choice", "Step", "best_available", "checked_names", "ladder", "next_fallback", "step_of"]
 
@@ -50,8 +50,9 @@ class Choice:
 def next_fallback(name: str, *, prefer: Sequence[str] = (), exclude: Collection[str] = ()) -> str | None:
     """The attention name to try when `name` can't be used; None after ``eager``.
 
-    A registered name falls back as its kernel does: to ``sdpa`` when the kernel is not on the `LADDER`. An unknown name
-    falls back to ``eager``. ``paged|NAME`` stays paged.
+    A registered name falls back as its kernel does: to ``sdpa`` when the kernel is not on the `LADDER`; one over several ranks to
+    another such name alone, since each rank would attend to its own tokens. An unknown name falls back to ``eager``.
+    ``paged|NAME`` stays paged.
 
     Examples:
         >>> next_fallback("flash_attention_torch"), next_fallback("sdpa"), next_fallback("eager")
@@ -77,8 +78,14 @@ def next_fallback(name: str, *, prefer: Sequence[str] = (), exclude: Collection[
         place = max([place, *map(_place, prefer)])
     else:
         first = [one for one in prefer if _place(one) > place]
-    found = next((one for one in (*first, *LADDER[place + 1 :]) if one not in exclude and one != bare), None)
+    below = (one for one in (*first, *LADDER[place + 1 :]) if one not in exclude and one != bare)
+    found = next((one for one in below if _may_replace(bare, one)), None)
     return f"paged|{found}" if found and name != bare else found
+
+
+def _may_replace(name: str, other: str) -> bool:
+    """Whether a name may fall back to another: one over several ranks not to one within a rank."""
+    return is_over_ranks(other) or not is_over_ranks(name)
 
 
 def _place(name: str) -> int:
@@ -122,6 +129,8 @@ def ladder(
 ) -> tuple[Step, ...]:
     """All steps from `name` down, each with the reason why it can or can't be used in `environment`.
 
+    Below a name over several ranks are other such names alone, as for `next_fallback`.
+
     Examples:
         >>> from kernel_compat import Environment
         >>> here = Environment(packages={"torch": "2.11.0"}, imports={"torch": ("torch",)})
@@ -147,9 +156,9 @@ def ladder(
         raise ValueError(f"{name!r} is the first name to try, and excluded")
     bare = name.removeprefix("paged|")
     paged = "paged|" * (bare != name)
-    below = [one for one in LADDER[_place(bare) + 1 :] if one not in left_out]
+    below = [one for one in (*first, *LADDER[_place(bare) + 1 :]) if one not in left_out and _may_replace(bare, one)]
     environment = environment or Environment.detect()
-    names = dict.fromkeys([name, *(paged + one for one in (*first, *below))])
+    names = dict.fromkeys([name, *(paged + one for one in below)])
     return tuple(step_of(one, environment, requires, model_type) for one in names)
 
 

@@ -12,7 +12,7 @@ from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from ..kernels import known_kernels
 from ..kernels.catalog import SDPA_BACKENDS, TRANSFORMERS
-from .capabilities import capabilities, require_features, require_string
+from .capabilities import capabilities, is_over_ranks, require_features, require_string
 from .flash_flags import has_sdpa, require_flash_support
 from .ladder import best_available, checked_names, step_of
 from .support import beyond_causal_attention, implementations, is_encoder, needs
@@ -183,6 +183,11 @@ class _Run(NamedTuple):
             reasons.append(f"{shown} is kept: nothing needs another.")
         elif takes_packed:
             reasons.append(f"{name} is kept: it was requested, and takes packed sequences.")
+        elif is_over_ranks(requested):
+            raise ValueError(
+                f"{shown} spreads sequences over ranks, and isn't known to take packed ones; any other name would leave each rank to its "
+                "own tokens: don't pack, or register it with features={'varlen', ...}"
+            )
         else:
             name = self._best_packed(name, reasons)
         if name is not None:

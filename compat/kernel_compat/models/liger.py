@@ -102,7 +102,7 @@ def use_liger_kernel(model: Any, **options: Any) -> Handle:
 def liger_support(model: Any, **options: Any) -> LigerSupport:
     """Whether `use_liger_kernel` would accept a model with these options, and why not. Changes nothing and raises nothing.
 
-    The fused loss alone is tried out by `use_liger_kernel` itself, which runs the model on six tokens.
+    The fused loss alone is tried out by `use_liger_kernel` itself, which runs the model on six tokens where `apply_ops` does.
 
     Args:
         model: as of `use_liger_kernel`.

@@ -24,8 +24,13 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
     """Bind the kernels of a config to a model: to this instance, and to no other of its class.
 
     The formula that each module computes is proven first, on a few random inputs. A model whose loss is replaced runs once,
-    on six tokens, unless its weights are on the meta device, sharded, or on a device that the kernel doesn't run on; then
-    the first forward with labels shows whether the loss is used. All or nothing: after an error the model is as it was.
+    on six tokens, unless it may wait for other ranks (it is on one of several, or its attention name is registered as one over
+    ranks or with a forward of its own), its weights are on the meta device, sharded, or on a device that the kernel doesn't run
+    on, or the run fails; the report notes which, and the first forward with labels shows whether the loss is used. All or
+    nothing: after an error the model is as it was.
+
+    The model keeps the attention that it was loaded with, unless the config sets another `attn_implementation`. The one that
+    `OpsConfig.auto` proposes isn't set.
 
     Called again with an equal config it returns the report of the first call. A `copy.deepcopy` has the kernels too, and a
     report of its own: `applied`.
@@ -42,13 +47,18 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
 
     Raises:
         TypeError: not a module, or a compiled one; or no `OpsConfig`.
-        UnsupportedFeatureError: a module of the model computes another formula than the kernel, or has been replaced.
+        UnsupportedFeatureError: a module of the model computes another formula than the kernel, or has been replaced; or the
+            config's attention can't be set in the model, or isn't one over several ranks as the model's is.
         KernelUnavailableError: a kernel of the config, whether or not the model needs it, isn't installed here or doesn't run on a
             device of this machine; or a kernel doesn't import.
         ValueError: the model, or a part of it, has the kernels of another config.
     """
     _require_config(config)
     require_module(model)
+    proposed = config.attn_implementation if config.attn_implementation == config.proposed else None
+    if proposed is not None:
+        values = {**config.values(), "attn_implementation": None}
+        config = OpsConfig.from_dict(values, deferred=True, registry=config.registry)
     with lock:
         records = {path: vars(module).get(RECORD) for path, module in model.named_modules()}
         inside = {path: record for path, record in records.items() if record is not None}
@@ -71,6 +81,8 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
         config.require()
         plan = Plan(model, config.values(), registry=config.registry)
         plan.make()
+        if proposed is not None:
+            plan.notes.append(f"attn: {proposed!r} is to load a model with, and isn't set in one that is there")
         report = Report(config, tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes))
         for path, part in inside.items():
             report.absorb(path, part)

@@ -12,9 +12,8 @@ from ..attention.defaults import resolve
 from ..attention.names import upstream_owner
 from ..choosing.capabilities import require_known
 from ..choosing.ladder import ladder
-from ..choosing.preload import verify_flash_support
 from ..environment import Environment
-from ..errors import KernelUnavailableError, UnsupportedFeatureError
+from ..errors import KernelUnavailableError
 from . import registry
 from .instances import require_module
 from .registry import OpRegistry, default, did_you_mean
@@ -74,7 +73,8 @@ class OpsConfig:
         others: further fields, as of the attribute.
 
     Attributes:
-        attn_implementation: an attention name, as transformers' ``attn_implementation``; None leaves the model's.
+        attn_implementation: an attention name, as transformers' ``attn_implementation``; None leaves the model's. `apply_ops`
+            sets it in the whole model, its encoders included, but for one that is `proposed`.
         moe_implementation: ``eager``, ``fused_triton``, ``fused_quack``, ``fused_npu``.
         cross_entropy_loss_implementation: ``eager``; over hidden states: ``liger_kernel``, ``chunk_loss``, ``npu``; over
             logits: ``liger_cross_entropy``.
@@ -86,6 +86,8 @@ class OpsConfig:
         layer_norm_implementation: ``eager``, ``liger_kernel``.
         others: the fields of other code's ops that don't have their default, with their values, sorted.
         reasons: why each field has its value, where `auto` chose it.
+        proposed: the attention that `auto` chose, which a model can be loaded with. `apply_ops` doesn't set it: a model keeps
+            the attention that it was loaded with.
 
     Raises:
         ValueError: an unknown field, a value that no kernel has, or a field of VeOmni's that kernel-compat has no kernels for.
@@ -105,6 +107,7 @@ class OpsConfig:
     others: tuple[tuple[str, str], ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     registry: OpRegistry = field(default=default, repr=False)
+    proposed: str | None = field(default=None, compare=False, repr=False)
 
     def __init__(
         self,
@@ -114,6 +117,7 @@ class OpsConfig:
         registry: OpRegistry = default,
         reasons: Mapping[str, str] | None = None,
         others: Iterable[tuple[str, str]] = (),
+        proposed: str | None = None,
         **values: str | None,
     ) -> None:
         chosen: dict[str, Any] = {**dict(others), **values}
@@ -149,6 +153,7 @@ class OpsConfig:
         object.__setattr__(self, "others", tuple(sorted(more.items())))
         object.__setattr__(self, "reasons", dict(reasons or {}))
         object.__setattr__(self, "registry", registry)
+        object.__setattr__(self, "proposed", proposed)
         if not deferred:
             self.require(environment)
 
@@ -277,30 +282,31 @@ class OpsConfig:
 
         Args:
             environment: default: this one.
-            model: leave the ops ``eager`` whose kernels would be refused for this model, which isn't changed.
+            model: leave the ops ``eager`` whose kernels would be refused for this model, which isn't changed, and its attention
+                as it is. Without a model, `attn_implementation` is the attention to load one with.
 
         Raises:
             TypeError: the model is no module, or a compiled one.
         """
-        environment = environment or registry.detect()
-        if model is not None:
-            require_module(model)
+        here = environment or registry.detect()
         chosen: dict[str, Any] = {}
         reasons: dict[str, str] = {}
-        name, reasons["attn_implementation"] = _best_attention(environment, model)
-        if name is not None:
-            chosen["attn_implementation"] = name
+        if model is None:
+            chosen[_ATTENTION], reasons[_ATTENTION] = _best_attention(here)
+        else:
+            require_module(model)
+            reasons[_ATTENTION] = "a model keeps the attention that it was loaded with"
         for op, preferred in _PREFERRED.items():
             why: list[str] = []
             for name in filter(registry.choices(op).__contains__, preferred):
-                if problem := _refusal(op, name, environment, model):
+                if problem := _unusable(op, name, here) or _refusal(model, op, name, environment):
                     why.append(f"{name}: {problem}")
                 else:
                     chosen[f"{op}_implementation"] = name
                     why.append(f"{name} runs here")
                     break
             reasons[f"{op}_implementation"] = "; ".join(why) or "no kernel for it is known to be faster"
-        return cls(**chosen, reasons=reasons, environment=environment)
+        return cls(**chosen, proposed=chosen.get(_ATTENTION), reasons=reasons, environment=here)
 
 
 #: The fields of the library's own ops, which are attributes of a config.
@@ -322,35 +328,30 @@ def _mapping(found: Any, where: str, key: str) -> Mapping[str, Any]:
     return found
 
 
-def _best_attention(environment: Environment, model: Any) -> tuple[str | None, str]:
+def _best_attention(environment: Environment) -> tuple[str | None, str]:
     """The first usable name of the ladder, and the reasons against the names before it."""
     why: list[str] = []
     for step in ladder(environment=environment):
         problem = "" if step.usable else step.reason
-        if not problem and step.name == "sdpa" and model is not None and not getattr(model, "_supports_sdpa", True):
-            problem = f"{type(model).__name__} doesn't support it"
-        if not problem and "flash" in step.name:
-            ours = upstream_owner(step.name, environment) is None
-            if ours and resolve(step.name) is None:
-                problem = "kernel_compat.install() hasn't been called"
-            elif model is not None:
-                try:
-                    verify_flash_support(model, step.name, environment)
-                except (KernelUnavailableError, UnsupportedFeatureError) as error:
-                    problem = str(error)
+        if not problem and "flash" in step.name and upstream_owner(step.name, environment) is None:
+            problem = "" if resolve(step.name) else "kernel_compat.install() hasn't been called"
         if not problem:
             return step.name, "; ".join([*why, f"{step.name} runs here"])
         why.append(f"{step.name}: {problem}")
     return None, "; ".join(why)
 
 
-def _refusal(op: str, value: str, environment: Environment, model: Any) -> str:
+def _unusable(op: str, value: str, environment: Environment) -> str:
     try:
         default.require(op, value, environment)
     except KernelUnavailableError as error:
         return "; ".join(error.reasons)
+    return ""
+
+
+def _refusal(model: Any, op: str, value: str, environment: Environment | None) -> str:
     if model is None:
         return ""
     from .plan import refusal
 
-    return refusal(model, op, value)
+    return refusal(model, op, value, environment)

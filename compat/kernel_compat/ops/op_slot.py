@@ -38,8 +38,8 @@ class OpSlot:
         use_eager_impl: whether ``eager`` has been chosen for it; False for a slot that nothing has been chosen for.
 
     Raises:
-        ValueError: an unknown op or variant.
-        KernelUnavailableError: the active config's kernel doesn't import.
+        ValueError: an unknown op or variant, or the active config's value has no kernel for the variant.
+        KernelUnavailableError: the active config's kernel for the variant can't run here, or doesn't import.
     """
 
     value: str
@@ -67,17 +67,14 @@ class OpSlot:
 
         Raises:
             ValueError: no kernel of that name is for its variant.
-            KernelUnavailableError: it can't run here.
+            KernelUnavailableError: that kernel can't run here, though the value's kernels for other variants may.
         """
         value = choice if isinstance(choice, str) else choice[self.op]
         if value in (EAGER, self.registry.op(self.op).default):
             vars(self).update(self.contents(EAGER))
             return
-        self.registry.require(self.op, value, self.registry.detect())
-        specs = {spec.variant: spec for spec in self.registry.kernels(self.op, value)}
-        if self.variant not in specs:
-            raise ValueError(f"{self.op} has no kernel {value!r} for the variant {self.variant!r}")
-        vars(self).update(self.contents(value, specs[self.variant].load()))
+        spec = self.registry.require_kernel(self.op, self.variant, value, self.registry.detect())
+        vars(self).update(self.contents(value, spec.load()))
 
     def bound_kernel(self) -> Callable[..., Any] | None:
         """The kernel, for a module that keeps it whatever the slot is bound to later; None where it is empty."""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..choosing.capabilities import is_over_ranks
+from ..environment import Environment
 from ..errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
 from ..patching import swap
 from . import hub, rewriting
@@ -42,10 +44,14 @@ _RECOGNISERS: dict[str, ModuleRecogniser | FunctionRecogniser | None] = {
 _ATTENTION = "_attn_implementation_internal"
 
 
-def refusal(model: Any, op: str, value: str) -> str:
-    """The reason why a kernel would be refused for a model; empty where it wouldn't."""
+def refusal(model: Any, op: str, value: str, environment: Environment | None = None) -> str:
+    """The reason why a kernel would be refused for a model; empty where it wouldn't.
+
+    Args:
+        environment: of another machine, where no kernel can be loaded; default: this one.
+    """
     try:
-        Plan(model, {f"{op}_implementation": value})
+        Plan(model, {f"{op}_implementation": value}, dry=environment is not None, environment=environment)
     except (UnsupportedFeatureError, KernelUnavailableError, ValueError) as error:
         return str(error)
     return ""
@@ -56,8 +62,9 @@ class Plan:
 
     Args:
         config: values by field, as of an `OpsConfig`.
-        dry: load no kernels and check no device, to see what would be bound; such a plan must not be made.
+        dry: load no kernels, to see what would be bound; such a plan must not be made.
         registry: the ops and kernels that the values choose from.
+        environment: kernels are refused that don't run in it; default: this one, or any if `dry`.
 
     Attributes:
         changes: the changes that `make` makes; it adds the ones that are only known then.
@@ -69,16 +76,20 @@ class Plan:
     """
 
     def __init__(
-        self, model: nn.Module, config: Mapping[str, str | None], dry: bool = False, registry: OpRegistry = default
+        self,
+        model: nn.Module,
+        config: Mapping[str, str | None],
+        dry: bool = False,
+        registry: OpRegistry = default,
+        environment: Environment | None = None,
     ) -> None:
         self.model: Any = model
         self.changes: list[Change] = []
         self.bindings: list[Binding] = []
         self.notes: list[str] = []
         self.shared: set[str] = set()
-        self._dry = dry
         self._registry = registry
-        self._environment = registry.detect()
+        self._environment = None if dry and environment is None else environment or registry.detect()
         self._loss: tuple[losses.CausalLoss, KernelSpec] | None = None
         self._hub = hub.Layers(model)
         self._kernel: Callable[[KernelSpec], Any] = functools.cache(lambda spec: None if dry else spec.load())
@@ -90,6 +101,7 @@ class Plan:
             self._attention = None
             self.notes.append("attn: this is no model of transformers")
         if self._attention is not None:
+            self._require_spread(self._attention)
             self.bindings.append(Binding("", "attn", "", self._attention))
 
     def add(self, op: str, value: str) -> list[Binding]:
@@ -125,7 +137,7 @@ class Plan:
             UnsupportedFeatureError: its loss is another with the kernel. As after every error, nothing is changed.
         """
         self.changes += self._hub.guards([change.module for change in self.changes])
-        eager = losses.probe(*self._loss, bound=False) if self._loss else None
+        eager = self._eager_loss()
         try:
             swap.make(self.changes)
             if self._attention is not None:
@@ -135,25 +147,59 @@ class Plan:
         except BaseException:
             undo(self.changes)
             raise
-        if self._loss and eager is None:
-            self.notes.append(
-                "cross_entropy_loss: the first forward with labels shows whether the model calls its loss"
-            )
+
+    def _eager_loss(self) -> float | None:
+        """The loss that a kernel's is compared with; None, with a note that says why, where the model isn't run or fails."""
+        if self._loss is None:
+            return None
+        loss, spec = self._loss
+        why = losses.unrun_because(loss.model, spec, [getattr(config, _ATTENTION) for config in self._configs()])
+        if not why:
+            try:
+                return losses.probe(loss.model)
+            except (Unproven, UnsupportedFeatureError) as error:
+                why = str(error)
+        self.notes.append(
+            f"cross_entropy_loss: the first forward with labels shows whether the model calls its loss: {why}"
+        )
+        return None
+
+    def _configs(self) -> list[Any]:
+        """The configs in the model that hold an attention name."""
+        owners = [module.config for module in self.model.modules() if hasattr(module, "config")]
+        owners += [getattr(owner, part, None) for owner in owners for part in getattr(owner, "sub_configs", ())]
+        return [*{id(owner): owner for owner in owners if _ATTENTION in getattr(owner, "__dict__", ())}.values()]
+
+    def _require_spread(self, name: str) -> None:
+        """Refuse an attention name within a rank for a model whose attention is over several."""
+        for config in self._configs():
+            before = getattr(config, _ATTENTION)
+            if is_over_ranks(before) and not is_over_ranks(name):
+                raise UnsupportedFeatureError(
+                    f"a model that was loaded with {before!r}, whose sequences are spread over ranks: each rank would attend "
+                    "to its own tokens alone",
+                    f"attn_implementation={name!r}",
+                    f"Leave attn_implementation out, or load the model with {name!r}.",
+                )
 
     def _set_attention(self, name: str) -> None:
         """Have transformers set the attention name, and note the configs that it is set in."""
-        owners = [module.config for module in self.model.modules() if hasattr(module, "config")]
-        owners += [getattr(owner, part, None) for owner in owners for part in getattr(owner, "sub_configs", ())]
-        configs = {id(owner): owner for owner in owners if _ATTENTION in getattr(owner, "__dict__", ())}
-        changes = [Change(config, _ATTENTION, None, "attn_implementation") for config in configs.values()]
+        changes = [Change(config, _ATTENTION, None, "attn_implementation") for config in self._configs()]
         self.changes += changes
         for change in changes:
             change.before = change.replacement = change.current
+        before = self.model.config._attn_implementation
         try:
             self.model.set_attn_implementation(name)
         finally:
             for change in changes:
                 change.replacement = change.current
+        if self.model.config._attn_implementation == before != name:  # transformers logs a warning alone
+            raise UnsupportedFeatureError(
+                f"{type(self.model).__name__}, in which transformers sets no other attention",
+                f"attn_implementation={name!r}",
+                f"Load the model with {name!r}.",
+            )
 
     # The modules of each op.
 
@@ -276,15 +322,10 @@ class Plan:
     # What they share.
 
     def _spec(self, op: str, value: str, variant: str) -> KernelSpec:
-        specs = {spec.variant: spec for spec in self._registry.kernels(op, value)}
-        if variant not in specs:
-            there = ", ".join(specs) or "none"
-            raise Unproven(f"it is of the variant {variant!r}, and the kernel is for {there}")
-        spec = specs[variant]
-        if not self._dry and (reasons := spec.unavailable_because(self._environment)):
-            hint = spec.install_hint(self._environment)
-            raise KernelUnavailableError(f"{op} {value!r} for the variant {variant!r}", reasons, hint)
-        return spec
+        variants = [spec.variant for spec in self._registry.kernels(op, value)]
+        if variant not in variants:
+            raise Unproven(f"it is of the variant {variant!r}, and the kernel is for {', '.join(variants) or 'none'}")
+        return self._registry.require_kernel(op, variant, value, self._environment)
 
     def _has(self, module: nn.Module, op: str, wanted: str, method: str = "forward") -> bool:
         """Whether a module has the kernel already.
@@ -359,7 +400,6 @@ def _inner_of(like: Callable[..., Any]) -> Callable[..., Any]:
 def _compare(loss: losses.CausalLoss, spec: KernelSpec, eager: float) -> None:
     half = next(loss.model.parameters()).dtype in (torch.float16, torch.bfloat16)
     with _refusing(spec.op, spec.name, "", loss.model):
-        found = losses.probe(loss, spec, bound=True)
-        off = abs((float("nan") if found is None else found) - eager) / max(abs(eager), 1e-6)
+        off = abs(losses.probe(loss.model) - eager) / max(abs(eager), 1e-6)
         if not off < (2e-2 if half else 1e-4):
             raise Unproven(f"the loss of a probe is off by {off:.1e}")

@@ -253,6 +253,27 @@ class OpRegistry:
         if all(reasons):
             raise KernelUnavailableError(f"{field}={value!r}", reasons[0], specs[0].install_hint(environment))
 
+    def require_kernel(self, op: str, variant: str, value: str, environment: Environment | None) -> KernelSpec:
+        """The kernel that a value names for one variant, which runs in an environment, whatever the value's others do.
+
+        Args:
+            environment: None to check the value and the variant alone.
+
+        Raises:
+            ValueError: no kernel has this name, or none for the variant.
+            KernelUnavailableError: it doesn't run there.
+        """
+        self.require_value(self.op(op).field, value, None, (op,))
+        specs = {spec.variant: spec for spec in self.kernels(op, value)}
+        if variant not in specs:
+            there = ", ".join(specs) or "none"
+            raise ValueError(f"{op} has no kernel {value!r} for the variant {variant!r}: there are those for {there}")
+        spec = specs[variant]
+        if environment is not None and (reasons := spec.unavailable_because(environment)):
+            hint = spec.install_hint(environment)
+            raise KernelUnavailableError(f"{op} {value!r} for the variant {variant!r}", reasons, hint)
+        return spec
+
     def _add_op(self, op: Op) -> None:
         with self._lock:
             merged = self._ops[op.name].with_more(op) if op.name in self._ops else op

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,7 @@ _NO_FIELDS = frozenset(
         "from_dict",
         "from_yaml",
         "others",
+        "proposed",
         "reasons",
         "registry",
         "require",
@@ -121,6 +123,10 @@ class Binding:
     proven: str = ""
 
 
+#: The distributions of torch's types of device that aren't in one called ``torch-TYPE``.
+_DISTRIBUTIONS = {"hpu": "habana-torch-plugin", "mps": "torch", "mtia": "torch", "xpu": "torch"}
+
+
 @dataclass(frozen=True)
 class Hardware:
     """The devices that a kernel runs on.
@@ -132,7 +138,8 @@ class Hardware:
         ['it needs a CUDA device of compute capability 9.0, and there is NVIDIA B200 (sm_100)']
 
     Attributes:
-        device: torch's type of device, or several of which one is enough; ``any`` for plain torch.
+        device: torch's type of device, or several of which one is enough; ``any`` for plain torch. A type other than ``cpu`` and
+            ``cuda`` needs the distribution that brings it to torch (`packages`).
         min_capability: the lowest compute capability of a CUDA device, as ``(9, 0)``.
         interpreted: written in Triton, so that it also runs on a CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
         max_capability: the highest compute capability, itself included.
@@ -175,19 +182,19 @@ class Hardware:
     @property
     def packages(self) -> tuple[str, ...]:
         """The distributions that bring torch's other types of device, where a CUDA device isn't needed: ``torch-npu``."""
-        return tuple(f"torch-{kind}" for kind in self.kinds if kind not in ("any", "cpu", "cuda"))
+        others = (kind for kind in self.kinds if kind not in ("any", "cpu", "cuda"))
+        return tuple(_DISTRIBUTIONS.get(kind, f"torch-{kind}") for kind in others)
 
     def unavailable_because(self, environment: Environment) -> list[str]:
         """The reasons why no device of an environment fits; empty where one does.
 
-        For types of device other than CUDA, `KernelSpec.requires` decides; beside CUDA, the package of `packages` does.
+        An environment describes CUDA devices alone. Of the other types its packages decide, and `unseen_because` when a kernel
+        is loaded.
         """
-        if "cuda" not in self.kinds or "any" in self.kinds or "cpu" in self.kinds:
+        if self._runs_on_cpu() or any(environment.version(package) for package in self.packages):
             return []
-        if self.interpreted and os.environ.get("TRITON_INTERPRET") == "1":
-            return []
-        if any(environment.version(package) for package in self.packages):
-            return []
+        if "cuda" not in self.kinds:
+            return [f"{' or '.join(self.packages)} is not installed"]
         need = " or one of ".join(("a CUDA device" + self._capabilities(), *self.packages))
         if not environment.devices:
             return [f"it needs {need}, and none is visible"]
@@ -197,6 +204,28 @@ class Hardware:
         ):
             return []
         return [f"it needs {need}, and there is {', '.join(map(str, environment.devices))}"]
+
+    def unseen_because(self) -> list[str]:
+        """Why torch sees no device of these types in this process; empty where it sees one, or can't tell.
+
+        For types other than CUDA, which an environment doesn't describe.
+        """
+        torch = sys.modules.get("torch")
+        if torch is None or self._runs_on_cpu() or not self.packages:
+            return []
+        for kind in self.kinds:
+            module = getattr(torch, kind, None)
+            try:
+                # A module torch_npu without torch.npu is a vendor's that names it otherwise.
+                if module.device_count() if module else f"torch_{kind}" in sys.modules:
+                    return []
+            except Exception:  # another distribution's code
+                return []
+        return [f"torch sees no {' or '.join(self.kinds)} device"]
+
+    def _runs_on_cpu(self) -> bool:
+        interpreted = self.interpreted and os.environ.get("TRITON_INTERPRET") == "1"
+        return interpreted or not {"any", "cpu"}.isdisjoint(self.kinds)
 
     def _capabilities(self) -> str:
         low, high = (".".join(map(str, one)) if one else "" for one in (self.min_capability, self.max_capability))
@@ -263,7 +292,7 @@ class KernelSpec:
         Args:
             environment: one that describes the distributions of `requires`, as `detect` does.
         """
-        return self.absent_because(environment) + self.hardware.unavailable_because(environment)
+        return [*dict.fromkeys(self.absent_because(environment) + self.hardware.unavailable_because(environment))]
 
     def absent_because(self, environment: Environment) -> list[str]:
         """Why the required distributions are not there; empty if they are."""
@@ -285,12 +314,14 @@ class KernelSpec:
         """The kernel.
 
         Raises:
-            KernelUnavailableError: it doesn't import, or its factory returns something else.
+            KernelUnavailableError: it doesn't import, its factory returns something else, or torch sees no device for it.
         """
         try:
             kernel = self.factory()
             if not callable(kernel):
                 raise TypeError(f"its factory returns {kernel!r}, which can't be called")
+            if unseen := self.hardware.unseen_because():  # after the import, which brings the type of device to torch
+                raise KernelUnavailableError(f"{self.op} {self.name!r}", unseen)
             return kernel
         except KernelUnavailableError:
             raise

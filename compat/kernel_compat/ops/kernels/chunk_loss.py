@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..losses.labels import checked
 from ..losses.lazy import Pointwise, applied, as_autocast
 from .backward import first_derivative_only
 
@@ -36,7 +37,7 @@ def chunk_loss(
     Args:
         hidden_states: (tokens, hidden).
         weight: (vocabulary, hidden).
-        labels: (tokens,): the class of each token, or `ignore_index`.
+        labels: (tokens,), int64 or uint8: the class of each token, or `ignore_index`.
         bias: (vocabulary,).
         reduction: the mean over the labels that are not `ignore_index`, or their sum.
         pointwise: operations on each logit before the loss, in order.
@@ -45,12 +46,14 @@ def chunk_loss(
         The loss: one number in float32, or in float64 for such hidden states.
 
     Raises:
-        ValueError: the shapes of hidden states and labels differ.
-        RuntimeError: in the backward, with ``create_graph=True``.
+        ValueError: the shapes of hidden states and labels differ, or another reduction.
+        TypeError: labels of another dtype, or an `ignore_index` that is no integer.
+        RuntimeError: a label is no class; or in the backward, with ``create_graph=True``.
     """
     if hidden_states.dim() != 2 or labels.shape != hidden_states.shape[:1]:
         shapes = f"{tuple(hidden_states.shape)} and {tuple(labels.shape)}"
         raise ValueError(f"hidden_states must be (tokens, hidden) and labels (tokens,), not {shapes}")
+    labels, ignore_index = checked(labels, len(hidden_states), ignore_index, reduction)
     inputs = as_autocast(hidden_states, weight, bias)
     if not torch.is_grad_enabled():
         inputs = tuple(None if x is None else x.detach() for x in inputs)

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from ...errors import UnsupportedFeatureError
+from ..losses.labels import checked, require_in_range
 from ..losses.lazy import Pointwise, as_autocast
 from ..recognisers import norms
 from ..recognisers.rotary import reference as rotated
@@ -172,6 +173,8 @@ def cross_entropy() -> Callable[..., Tensor]:
         reduction: Literal["mean", "sum"] = "mean",
         pointwise: Sequence[Pointwise] = (),
     ) -> Any:
+        labels, ignore_index = checked(labels, len(hidden_states), ignore_index, reduction)
+        require_in_range(labels, len(weight), ignore_index)
         factor, softcap = _factor_and_softcap(pointwise)
         if factor != 1.0:
             hidden_states = hidden_states * factor
@@ -210,6 +213,9 @@ def logits_cross_entropy() -> Callable[..., Tensor]:
     def kernel(
         logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: Literal["mean", "sum"] = "mean"
     ) -> Any:
+        labels, ignore_index = checked(labels, len(logits), ignore_index, reduction)
+        require_in_range(labels, logits.shape[1], ignore_index)
+
         def compute(logits: Tensor) -> tuple[Tensor, Any]:
             own = logits.detach().requires_grad_(logits.requires_grad)
             options = {"lse_square_scale": 0.0, "label_smoothing": 0.0, "softcap": None, "return_z_loss": False}

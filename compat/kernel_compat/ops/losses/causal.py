@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...choosing.capabilities import has_own_forward, is_over_ranks
 from ...errors import UnsupportedFeatureError
 from ..instances import replaced
-from ..recognisers.probing import Unproven, quiet
+from ..recognisers.probing import Unproven, quiet, ranks
 from ..spec import KernelSpec
+from .labels import checked
 from .lazy import Forward, LazyLogits, is_freed, refused
 
 #: Attributes: of the head, the `Forward` that it is called in; of the model, its head and the forward of its instance.
@@ -23,23 +25,26 @@ FORWARD, HEAD, INNER = "_kernel_compat_current_forward", "_kernel_compat_head", 
 
 
 class Beside(NamedTuple):
-    """The values that a model's loss function returns in a tuple after the loss, as VeOmni's and other frameworks' do.
+    """A model's own loss function, and the values that it returns in a tuple after the loss, as VeOmni's does.
 
     Attributes:
         function: the model's own loss function.
-        dimensions: of each value: the number of dimensions of the logits that it is, or None where it is None.
+        dimensions: of each value: the number of dimensions of the logits that it is, or None where it is None. None where the
+            function returns no tuple.
         keywords: the keyword arguments that the function reads besides those of the causal cross-entropy.
     """
 
     function: Callable[..., Any]
-    dimensions: tuple[int | None, ...]
+    dimensions: tuple[int | None, ...] | None
     keywords: frozenset[str]
 
-    def values(self, logits: Any, vocab_size: int) -> tuple[Any, ...]:
-        """The values for these logits; lazy logits are passed on as they are."""
+    def returned(self, loss: Tensor, logits: Any, vocab_size: int) -> Any:
+        """The loss, as the function returns it: beside values for these logits. Lazy logits are passed on as they are."""
+        if self.dimensions is None:
+            return loss
         lazy = isinstance(logits, LazyLogits)
         flat = (logits if lazy or n in (None, logits.ndim) else logits.reshape(-1, vocab_size) for n in self.dimensions)
-        return tuple(None if n is None else one for n, one in zip(self.dimensions, flat, strict=True))
+        return loss, *(None if n is None else one for n, one in zip(self.dimensions, flat, strict=True))
 
     def require_unasked(self, keywords: Mapping[str, Any]) -> None:
         """Refuse keyword arguments that may ask the model's own function for something else than the loss.
@@ -117,13 +122,14 @@ class Loss:
         if self._beside is not None:
             self._beside.require_unasked(kwargs)
         loss = causal_loss(logits, labels, vocab_size, *args, cross_entropy=self._cross_entropy, **kwargs)
-        return loss if self._beside is None else (loss, *self._beside.values(logits, vocab_size))
+        return loss if self._beside is None else self._beside.returned(loss, logits, vocab_size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Loss:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (causal_loss if self._beside is None else self._beside.function,)
+        beside = self._beside
+        return functools.partial, (causal_loss if beside is None or beside.dimensions is None else beside.function,)
 
 
 def _of_logits(logits: Tensor, vocab_size: int, *, labels: Tensor, **options: Any) -> Tensor:
@@ -137,7 +143,9 @@ def over_logits(kernel: Callable[..., Tensor], beside: Beside | None = None) -> 
     def cross_entropy(logits: Tensor, vocab_size: int, *, labels: Tensor, **options: Any) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         own = logits.clone() if logits.dtype == wide else logits.to(wide)
-        return kernel(own.reshape(-1, vocab_size), labels.to(logits.device), **options)
+        rows = own.reshape(-1, vocab_size)
+        labels, options["ignore_index"] = checked(labels, len(rows), **options)
+        return kernel(rows, labels.to(logits.device), **options)
 
     return Loss(cross_entropy, beside)
 
@@ -157,6 +165,7 @@ def over_hidden_states(logits: Any, vocab_size: int, *, labels: Tensor, **option
     rows = logits.hidden_states.reshape(-1, logits.hidden_states.shape[-1])
     if labels.shape[0] != rows.shape[0]:
         raise ValueError(f"there are labels for {labels.shape[0]} tokens, and hidden states of {rows.shape[0]}")
+    labels, options["ignore_index"] = checked(labels, len(rows), **options)
     logits.forward.taken = True
     head, outer = logits.forward.head, logits.forward.model.get_output_embeddings()
     # Parameters in shards are gathered by hooks of their module, which otherwise have run already.
@@ -191,7 +200,7 @@ def prove(module: Any) -> CausalLoss:
     methods = (inspect.unwrap(f) for kind in type(module).__mro__ for f in vars(kind).values() if inspect.isfunction(f))
     if not any("loss_function" in method.__code__.co_names for method in methods):
         raise Unproven("it computes its loss itself: none of its methods calls loss_function")
-    beside: Beside | None = None
+    dimensions: tuple[int | None, ...] | None = None
     with quiet() as generator:
         size = 7
         logits = torch.randn(2, 5, size, generator=generator)
@@ -204,7 +213,7 @@ def prove(module: Any) -> CausalLoss:
                 given = module.loss_function(logits=logits, labels=labels, vocab_size=size, **options)
                 if isinstance(given, tuple):
                     given, *values = given
-                    beside = _beside(module.loss_function, values, logits)
+                    dimensions = _dimensions(values, logits)
                 off = abs(float(given) - float(expected))
             except Unproven:
                 raise
@@ -214,15 +223,16 @@ def prove(module: Any) -> CausalLoss:
                 raise Unproven(
                     f"its loss_function differs from the causal cross-entropy by {off:.1e} with {options or 'labels'}"
                 )
-    return CausalLoss(module, head, beside)
+    function = module.loss_function
+    return CausalLoss(module, head, Beside(function, dimensions, _keywords(function) - _CAUSAL))
 
 
 #: The parameters of transformers' ``ForCausalLMLoss``, and the ones by which fused losses are given the logits' factors.
 _CAUSAL = frozenset(inspect.signature(causal_loss).parameters) | {"hidden_states", "weights"}
 
 
-def _beside(function: Callable[..., Any], values: list[Any], logits: Tensor) -> Beside:
-    """What a loss function returned after the loss for these logits.
+def _dimensions(values: list[Any], logits: Tensor) -> tuple[int | None, ...]:
+    """The number of dimensions of each value that a loss function returned after the loss for these logits.
 
     Raises:
         Unproven: a value is neither None nor the logits.
@@ -234,7 +244,7 @@ def _beside(function: Callable[..., Any], values: list[Any], logits: Tensor) -> 
             and torch.equal(value.reshape(logits.shape), logits)
         ):
             raise Unproven(f"its loss_function returns a {_path(type(value))} beside the loss, which isn't the logits")
-    return Beside(function, tuple(None if one is None else one.ndim for one in values), _keywords(function) - _CAUSAL)
+    return tuple(None if one is None else one.ndim for one in values)
 
 
 def _keywords(function: Any) -> frozenset[str]:
@@ -251,24 +261,44 @@ def _keywords(function: Any) -> frozenset[str]:
     return frozenset((*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *constants))
 
 
-def probe(loss: CausalLoss, spec: KernelSpec, *, bound: bool) -> float | None:
-    """The loss of a model on six tokens; None where it can't be run as it is, or needs more than tokens.
+def unrun_because(model: Any, spec: KernelSpec, names: Iterable[object]) -> str:
+    """Why a model isn't run on tokens of ours; empty where it is. The same on every rank of a job.
 
     Args:
-        bound: whether the model has the kernel already.
+        names: the attention names of its parts.
     """
-    model = loss.model
     parameters = list(model.parameters())
-    plain = all(type(p) in (torch.Tensor, nn.Parameter) and not p.is_meta and not p.is_inference() for p in parameters)
-    sharded = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
-    if not parameters or not plain or sharded or getattr(model, "main_input_name", "") != "input_ids":
-        return None
+    if (count := ranks()) > 1:
+        return f"it isn't run on one of {count} ranks, where it may wait for the others"
+    if waits := [name for name in names if is_over_ranks(name) or has_own_forward(name)]:
+        return f"it isn't run with the attention {waits[0]!r}, which may wait for other ranks"
+    if any(p.is_meta for p in parameters) or not parameters:
+        return "it has no weights yet"
+    if any(type(p) not in (Tensor, nn.Parameter) or is_freed(p) for p in parameters) or any(
+        type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()
+    ):
+        return "its weights are sharded"
+    if any(p.is_inference() for p in parameters):
+        return "its weights were created in inference mode"
+    if getattr(model, "main_input_name", "") != "input_ids":
+        return "its input isn't tokens"
+    device = model.get_input_embeddings().weight.device.type
+    if not {"any", device} & {*spec.hardware.kinds} and not spec.hardware.interpreted:
+        return f"the kernel doesn't run on {device}"
+    return ""
+
+
+def probe(model: Any) -> float:
+    """The loss of a model on six tokens.
+
+    Raises:
+        Unproven: its forward failed, or returned no loss.
+        UnsupportedFeatureError: a kernel can't be used in it.
+    """
     device = model.get_input_embeddings().weight.device
-    if not {"any", device.type} & {*spec.hardware.kinds} and not spec.hardware.interpreted:
-        return None
     modes = [(module, module.training) for module in model.modules()]
     # Kernels compute the loss where gradients are on.
-    with torch.inference_mode(False), torch.set_grad_enabled(bound):
+    with torch.inference_mode(False), torch.enable_grad():
         tokens = (torch.arange(6, device=device) % (model.get_output_embeddings().out_features - 1) + 1).unsqueeze(0)
         labels = tokens.clone()
         labels[0, 2] = -100
@@ -276,16 +306,16 @@ def probe(loss: CausalLoss, spec: KernelSpec, *, bound: bool) -> float | None:
             for module, _ in modes:  # not by eval(), which replaces forwards where use_kernels is on
                 module.training = False
             value = model(input_ids=tokens, labels=labels).loss
-        except Exception as error:
-            if not bound:  # it needs images, or another kind of tokens
-                return None
-            if isinstance(error, UnsupportedFeatureError):
-                raise
+        except UnsupportedFeatureError:
+            raise
+        except Exception as error:  # it needs images, or another kind of tokens
             raise Unproven(f"its forward failed on a probe ({type(error).__name__}: {error})") from error
         finally:
             for module, mode in modes:
                 module.training = mode
-    return None if value is None else float(value.detach())
+    if value is None:
+        raise Unproven("its forward returned no loss for a probe with labels")
+    return float(value.detach())
 
 
 def head_forward(kernel: Callable[..., Tensor]) -> Callable[..., Any]:

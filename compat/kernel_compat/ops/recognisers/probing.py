@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Up to this relative difference, float32 results are those of the same formula, with another order of additions.
 SAME = 1e-5
@@ -24,11 +26,28 @@ class Unproven(Exception):
     """A module doesn't compute a kernel's formula, or can't be shown to. The message says how it differs."""
 
 
+class _NoCollectives(TorchDispatchMode):  # type: ignore[misc]
+    """Raises `Unproven` where code is about to wait for other ranks, before it does."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if re.search("c10d|^_dtensor$|^symm_mem$", getattr(function, "namespace", "")):
+            raise Unproven(f"it waits for other ranks ({function})")
+        return function(*args, **(kwargs or {}))
+
+
+def ranks() -> int:
+    """The number of ranks of this job, so far as torch.distributed knows them."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
 @contextmanager
 def quiet() -> Iterator[torch.Generator]:
     """No gradients, and the CPU and float32 for new tensors, whatever is in force outside; yields a generator of its own.
 
-    The global random state, which dropout draws from, is restored.
+    The global random state, which dropout draws from, is restored. On one of several ranks a collective raises `Unproven`.
     """
     generator = torch.Generator(device="cpu")
     generator.manual_seed(20261115)
@@ -38,6 +57,7 @@ def quiet() -> Iterator[torch.Generator]:
         torch.device("cpu"),
         torch.autocast("cpu", enabled=False),
         torch.random.fork_rng(devices=()),
+        _NoCollectives() if ranks() > 1 else nullcontext(),
     ):
         torch.set_default_dtype(torch.float32)
         try:
@@ -95,6 +115,8 @@ def call(function: Callable[..., Any], *inputs: Any) -> Any:
     """The result for copies of the inputs; raises `Unproven` if the function fails."""
     try:
         return function(*(one.clone() if isinstance(one, Tensor) else one for one in inputs))
+    except Unproven:
+        raise
     except Exception as error:  # the code of any model
         raise Unproven(f"it failed on a probe ({type(error).__name__}: {error})") from error
 
