@@ -97,6 +97,10 @@ def require_padding_free(model: Any, name: str, unproven: str, by_name: bool = F
             )
 
 
+def _listed(paths: list[str]) -> str:
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
 def _is_importable(kind: type) -> bool:
     """False for a class made at run time, such as those of FSDP2."""
     return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
@@ -144,7 +148,9 @@ def _proof(owner: type, config: Any, foreign: list[tuple[str, Any]], padding_fre
         _logger.warning(
             "%s %s: comparing it with eager attention on a tiny model, once. This takes some seconds",
             owner.__name__,
-            f"has code of others ({', '.join(path for path, _ in foreign)})" if foreign else "isn't proven yet",
+            f"has other code than its release ({_listed([path for path, _ in foreign])})"
+            if foreign
+            else "isn't proven yet",
         )
         return prove_here(owner, config, padding_free)
 

@@ -15,6 +15,8 @@ from importlib.util import resolve_name
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from .published import changed_modules
+
 __all__ = ["essential", "fingerprint", "replaced"]
 
 _MODELS = "transformers.models."
@@ -87,6 +89,8 @@ def _replaces(kind: type, name: str, base: type) -> bool:
 def replaced(*owners: type) -> list[tuple[str, Any]]:
     """What other code has put in the place of transformers' code in the modules of classes and in the modules they import.
 
+    A file that isn't as it was published counts, too.
+
     Args:
         owners: classes of transformers: a model's and its config's.
 
@@ -109,7 +113,7 @@ def replaced(*owners: type) -> list[tuple[str, Any]]:
             if origin not in seen and origin in sys.modules and (origin in _SHARED or is_model):
                 seen.add(origin)
                 waiting.append(origin)
-    return found
+    return found + [(name, sys.modules[name]) for name in changed_modules(frozenset(seen))]
 
 
 class _Upstream(NamedTuple):
@@ -292,7 +296,10 @@ def _module_of(value: Any) -> str:
 
 
 def _codes_of(value: Any) -> str:
-    """The bytecode of a function, or of all functions of a class."""
+    """The bytecode of a function, or of all functions of a class; the source of a module."""
+    if isinstance(value, ModuleType):
+        with suppress(OSError, TypeError):
+            return inspect.getsource(value)
     functions = vars(value).values() if isinstance(value, type) else (value,)
     codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
     return repr([(code.co_code, code.co_names, str(code.co_consts)) for code in codes])

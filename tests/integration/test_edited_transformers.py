@@ -1,0 +1,74 @@
+"""What is proven of a published release isn't taken to hold for an edited copy of it: its models are proven as they are loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+_LOAD = """
+import torch, transformers, kernel_compat
+kernel_compat.register_attention("edited_flash", kernel="flash_attention_reference")
+kernel_compat.install()
+config = transformers.MistralConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, sliding_window=4, attn_implementation="edited_flash",
+)
+try:
+    transformers.MistralForCausalLM(config)
+except kernel_compat.AttentionRefusedError as error:
+    print("refused:", error)
+else:
+    print("loaded")
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the installed transformers, of hard links."""
+    folder = tmp_path_factory.mktemp("copy")
+    source = Path(transformers.__file__).parent
+    try:
+        shutil.copytree(source, folder / "transformers", copy_function=os.link)
+    except (OSError, shutil.Error):  # of another file system
+        shutil.copytree(source, folder / "transformers", dirs_exist_ok=True)
+    return folder
+
+
+def load(copy: Path, cache: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(copy), "XDG_CACHE_HOME": str(cache), "KERNEL_COMPAT_UNPROVEN": "refuse"}
+    return subprocess.run([sys.executable, "-c", _LOAD], env=environment, capture_output=True, text=True, check=True)
+
+
+def test_a_copy_as_published_is_not_proven_again(copy: Path, tmp_path: Path) -> None:
+    done = load(copy, tmp_path)
+    assert done.stdout == "loaded\n"
+    assert "on a tiny model" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("kv_idx > q_idx - sliding_window", "kv_idx > q_idx - sliding_window - 1"),
+        ("return kv_idx <= q_idx", "return kv_idx < q_idx + 2"),
+    ],
+    ids=["window", "causality"],
+)
+def test_an_edited_copy_is_proven_and_refused(copy: Path, tmp_path: Path, before: str, after: str) -> None:
+    """Masks that eager attention reads, and flash kernels don't: the two differ."""
+    file = copy / "transformers" / "masking_utils.py"
+    source = file.read_text()
+    assert source.count(before) == 1
+    file.unlink()  # the link: the installed file stays
+    file.write_text(source.replace(before, after))
+    try:
+        done = load(copy, tmp_path)
+    finally:
+        file.write_text(source)
+    assert done.stdout.startswith("refused:"), done.stdout + done.stderr
+    assert "transformers.masking_utils" in done.stderr  # says what has been edited
