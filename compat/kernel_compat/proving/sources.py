@@ -106,6 +106,8 @@ def replaced(*owners: type) -> list[tuple[str, Any]]:
         upstream = _upstream(name)
         found += _replaced_definitions(module, upstream)
         for alias, (origin, attribute) in upstream.imports.items():
+            if origin.partition(".")[0] != "transformers":
+                continue
             value = vars(module).get(alias)
             if isinstance(value, (FunctionType, type)) and not _is_import(value, origin, attribute):
                 found.append((f"{name}.{alias}", value))
@@ -122,7 +124,7 @@ class _Upstream(NamedTuple):
     Attributes:
         codes: the code of functions and of classes' bodies, by qualified name; several for definitions under conditions.
         classes: the qualified names of classes.
-        imports: names imported from transformers, each with the module and the attribute.
+        imports: names imported from other modules, each with the module and the attribute.
     """
 
     codes: dict[str, list[CodeType]]
@@ -157,8 +159,7 @@ def _upstream(name: str) -> _Upstream:
         elif step.opname == "IMPORT_FROM":
             attribute = step.argval
         elif step.opname == "STORE_NAME" and attribute:
-            if origin.partition(".")[0] == "transformers":
-                imports[step.argval] = (origin, attribute)
+            imports[step.argval] = (origin, attribute)
             attribute = ""
         elif isinstance(step.argval, int) and step.opname.startswith("LOAD_"):
             level = step.argval
@@ -181,10 +182,15 @@ def _replaced_definitions(module: ModuleType, upstream: _Upstream) -> Iterator[t
             is_own = _is_own(value, codes)
         if not is_own:
             yield f"{module.__name__}.{qualname}", value
-    for name, table in vars(module).items():
-        for key, value in table.items() if isinstance(table, dict) and name != "__builtins__" else ():
-            if isinstance(value, FunctionType) and not _is_import(value, module.__name__, value.__name__):
-                yield f"{module.__name__}.{name}[{key!r}]", value
+    others = {
+        name: value for name, value in vars(module).items() if name not in upstream.codes.keys() | upstream.imports
+    }
+    for name, table in list(others.items()):  # functions under other names, and tables of functions
+        if isinstance(table, dict) and name != "__builtins__":
+            others |= {f"{name}[{key!r}]": value for key, value in table.items()}
+    for name, value in others.items():
+        if isinstance(value, FunctionType) and not _is_import(value, module.__name__, value.__name__):
+            yield f"{module.__name__}.{name}", value
     for name in upstream.classes:
         kind = vars(module).get(name)
         if not isinstance(kind, type):
