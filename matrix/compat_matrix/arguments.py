@@ -170,7 +170,7 @@ COMMANDS = {
     "prune": Command(".commands.runs:prune", "delete runs that ended some days ago", "--keep --dry-run --store"),
     "serve": Command(".commands.serve:run", "serve the store over HTTP, and execute submitted runs", SERVE),
     "token": Command(".service.tokens:run", "manage the tokens of a service"),
-    "adopt": Command(".commands.adopt:run", "report on a new release, and enter it on a branch", ADOPT),
+    "adopt": Command("compat_adoption.command:run", "report on a new release, and enter it on a branch", ADOPT),
     "bisect": Command(
         ".commands.bisect:run", "find the first release that broke a test or a shim", f"--test --seam --axis {A_RUN}"
     ),

@@ -17,19 +17,19 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from rich.console import Console
 
+from compat_matrix.axes import Axes, load
+from compat_matrix.cells import values_of
+from compat_matrix.errors import MatrixError
+from compat_matrix.expressions import Expression
+from compat_matrix.store import Store
+from compat_matrix.store.documents import NEWS, keep
 from kernel_compat_atlas.errors import AtlasError
 from kernel_compat_atlas.index import Index
 from kernel_compat_atlas.releases import installable, select
 
-from ..adoption.checkout import Checkout, git
-from ..adoption.report import markdown, report
-from ..adoption.steps import DEPENDS, STEPS, Adoption
-from ..axes import Axes, load
-from ..cells import values_of
-from ..errors import MatrixError
-from ..expressions import Expression
-from ..store import Store
-from ..store.documents import NEWS, keep
+from .checkout import Checkout, git
+from .report import markdown, report
+from .steps import DEPENDS, STEPS, Adoption
 
 note = partial(Console(stderr=True, highlight=False).print, markup=False, soft_wrap=True)
 

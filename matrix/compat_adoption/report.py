@@ -5,7 +5,7 @@ from typing import Any
 
 from .steps import STEPS, Adoption
 
-_WORDS = ("right", "refused", "lost", "wrong")
+_WORDS = ("right", "refused", "lost", "wrong", "untested")
 
 
 def report(one: Adoption, done: Mapping[str, Any], commit: str) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 import tomlkit
 from packaging.version import Version
 
-from ..errors import MatrixError
-from ..expressions import is_release
+from compat_matrix.errors import MatrixError
+from compat_matrix.expressions import is_release
 
 #: This project's list of releases, for which an axes file has the word ``supported``.
 RELEASES = Path("compat", "kernel_compat", "releases.py")

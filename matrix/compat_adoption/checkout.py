@@ -10,8 +10,8 @@ from pathlib import Path
 
 import platformdirs
 
-from ..errors import MatrixError
-from ..processes import Hosts
+from compat_matrix.errors import MatrixError
+from compat_matrix.processes import Hosts
 
 #: The folders of this project's own packages: the steps run the code of the branch.
 _SOURCES = ("compat", "shims", "atlas", "matrix")

@@ -17,6 +17,15 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from compat_matrix.axes import Axes
+from compat_matrix.cells import Cell, parse
+from compat_matrix.errors import MatrixError, NotFoundError
+from compat_matrix.pins import project_requirements, read, uv
+from compat_matrix.results import FINE
+from compat_matrix.store import Store
+from compat_matrix.store.documents import ATLAS, keep
+from compat_matrix.views.common import one_line
+from compat_matrix.words import plural
 from kernel_compat.patching.shim import Shim
 from kernel_compat.proving import table
 from kernel_compat.proving.outcomes import PADDING_FREE
@@ -27,20 +36,14 @@ from kernel_compat_atlas.published import Cache
 from kernel_compat_atlas.releases import Release, covered
 from kernel_compat_atlas.seams import installed_shims, read_seams
 
-from ..axes import Axes
-from ..cells import Cell, parse
-from ..errors import MatrixError, NotFoundError
-from ..pins import project_requirements, read, uv
-from ..results import FINE
-from ..store import Store
-from ..store.documents import ATLAS, keep
-from ..views.common import one_line
-from ..words import plural
 from . import edits
 from .checkout import Checkout, git
 
 #: Folders of a project whose code doesn't run with a user's.
 _ASIDE = ("tests", "docs", "benchmarks", "examples", "noxfile.py")
+
+#: Of more cells only a few run: each takes minutes.
+_MANY = 32
 
 #: Enters the proofs of a file in the table of the branch.
 _RECORD = """
@@ -55,7 +58,7 @@ class Found:
     """What a step found.
 
     Attributes:
-        counts: by kind, such as cells, the number that is right, refused, lost, wrong.
+        counts: by kind, such as cells, the number that is right, refused, lost, wrong or untested.
         red: what is not right, and wasn't so before.
         write: what a person must write.
         notes: anything else that a reader wants to know.
@@ -266,7 +269,9 @@ def prove(one: Adoption) -> Found:
         raise MatrixError(f"`kernel-compat prove` ended with {code}: {one_line(text[-2000:], 2000)}")
     document = json.loads(proofs.read_text("utf-8"))
     before = one.before.version if one.before and name == "transformers" else Version(document["transformers"])
-    judge(found, document["proofs"], table.known(str(before)), whole=not one.options.types)
+    # A prover that knows losses also reports whole types.
+    whole = not one.options.types and "lost" not in document["summary"]
+    judge(found, document["proofs"], table.known(str(before)), whole)
     if one.options.types:
         found.notes.append(
             f"proven are only {', '.join(one.options.types)}: the table of proofs has no entry for the release"
@@ -281,21 +286,23 @@ def prove(one: Adoption) -> Found:
 
 def judge(found: Found, proofs: Sequence[Any], known: dict[str, Any], whole: bool) -> None:
     """Count proofs, and report what is worse than in the table. Any verdict but those that are right or as before is red."""
-    words = {"equal": "right", "not applicable": "right", "refused": "refused", "lost": "lost", "no recipe": "refused"}
+    words = {"equal": "right", "refused": "refused", "lost": "lost"}
+    words |= dict.fromkeys(("not applicable", "untested", "no recipe"), "untested")
     for proof in proofs:
         name, verdict = proof["model_type"], proof["verdict"]
         before = known.get(name)
         worse: dict[str, list[str]] = {}
         for outcome in proof["outcomes"]:
             kind, case = outcome["verdict"], outcome["case"]
-            new = before is not None and "no recipe" not in before and case not in before.get("refused", ())
-            if words.get(kind) not in ("right", "refused") or (kind == "refused" and new and case != PADDING_FREE):
+            # Where a class couldn't be loaded, no other case of it was tried.
+            as_before = before is None or "no recipe" in before or {case, "load"} & {*before.get("refused", ())}
+            fine = (
+                (as_before or case == PADDING_FREE) if kind == "refused" else words.get(kind) in ("right", "untested")
+            )
+            if not fine:
                 worse.setdefault(kind, []).append(f"{case} ({one_line(outcome['reason'], 200) or kind})")
         if verdict == "no recipe" and before is not None and "no recipe" not in before:
-            verdict, worse["lost"] = (
-                "lost",
-                [f"no tiny model can be made any more ({one_line(proof['no_recipe'], 200)})"],
-            )
+            verdict, worse["lost"] = "lost", [f"every case: no tiny model ({one_line(proof['no_recipe'], 200)})"]
         found.count("model types", [words.get(verdict, "wrong")])
         for kind, cases in worse.items():
             found.red.append(f"{name} is {kind} in {', '.join(dict.fromkeys(cases))}")
@@ -315,7 +322,11 @@ def cells(one: Adoption) -> Found:
     only = f"({one.condition})" + (f" and ({one.options.only})" if one.options.only else "")
     on_gpus = one.cells(one.file, "--only", f"{only} and device==cuda")
     chosen = one.cells(one.file, "--only", f"{only} and device==cpu")
-    chosen = meeting(chosen) if one.options.few else chosen
+    if one.options.few or len(chosen) > _MANY:
+        every, chosen = len(chosen), meeting(chosen)
+        found.notes.append(
+            f"{len(chosen)} of {plural(every, 'cell')} run, in which every value of the other axes occurs"
+        )
     _run(one, found, one.file, chosen, "default", "cells")
     for suite in sorted({tests.suite for tests in one.axes.tests if chosen and tests.watch == one.axis} - {"default"}):
         _run(one, found, one.file, chosen[-1:], suite, f"cells of the suite {suite}")
