@@ -320,8 +320,8 @@ def cells(one: Adoption) -> Found:
         found.notes.append(f"no cell of {one.axes.path.name} requires {one.release.distribution}")
         return found
     only = f"({one.condition})" + (f" and ({one.options.only})" if one.options.only else "")
-    on_gpus = one.cells(one.file, "--only", f"{only} and device==cuda")
-    chosen = one.cells(one.file, "--only", f"{only} and device==cpu")
+    both = one.cells(one.file, "--only", only)
+    on_gpus, chosen = ([cell for cell in both if cell.device == device] for device in ("cuda", "cpu"))
     if one.options.few or len(chosen) > _MANY:
         every, chosen = len(chosen), meeting(chosen)
         found.notes.append(
