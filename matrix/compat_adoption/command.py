@@ -90,7 +90,8 @@ def _named(text: str, files: Sequence[Axes], index: Index) -> tuple[str, Version
 def new_releases(files: Iterable[Axes], index: Index) -> list[tuple[str, Version]]:
     """The releases on the index that the axes files don't have: newer minors, and newer patches than are pinned.
 
-    The first file alone counts for the axes that it has, and for the packages that some cells require.
+    The first file alone counts for the axes that it has, and for the packages that some cells require. Of the others, such as those of
+    frameworks, only the newest release counts.
     """
     first: set[str] = set()
     found: dict[tuple[str, Version], None] = {}
@@ -108,7 +109,8 @@ def new_releases(files: Iterable[Axes], index: Index) -> list[tuple[str, Version
             pinned = known(axes, name)
             newest = max([*listed.get(name, ()), *pinned], default=None)
             usual = installable(there) or installable(there, pre_releases=True)
-            for minor, version in {one.release[:2]: one for one in usual}.items():
+            minors = {one.release[:2]: one for one in usual}
+            for minor, version in [*minors.items()] if number == 0 else [*minors.items()][-1:]:
                 mine = name not in listed or minor in [one.release[:2] for one in listed[name]]
                 patches = [one for one in pinned if mine and one.release[:2] == minor]
                 if version > max(patches) if patches else newest is not None and minor > newest.release[:2]:
