@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -80,11 +81,9 @@ class Checkout:
             raise MatrixError(
                 f"the branch {self.branch} has commits of others, such as {found[:12]}: rename or delete it"
             )
-        if not (self.tree / ".git").exists():
-            git(self.root, "worktree", "prune")
-            git(self.root, "worktree", "add", "-B", self.branch, str(self.tree), commit)
-        git(self.tree, "checkout", "--quiet", "--force", "-B", self.branch, commit)
-        git(self.tree, "clean", "-ffdqx")
+        shutil.rmtree(self.tree, ignore_errors=True)  # with the lock of a git that was killed
+        git(self.root, "worktree", "prune")
+        git(self.root, "worktree", "add", "--quiet", "-B", self.branch, str(self.tree), commit)
 
     def commit(self, message: str) -> str:
         """Commit what a step has changed, if anything; returns the commit of the branch."""

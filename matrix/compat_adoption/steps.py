@@ -183,7 +183,8 @@ def names(one: Adoption) -> Found:
     folder = one.project
     members = [path.parent.name for path in folder.glob("*/pyproject.toml")]  # other distributions
     for gone in renames.compare(old, new, renames.read_names(folder, [*_ASIDE, *members])):
-        (found.red if gone.certain else found.notes).append(str(gone))
+        if gone.certain or gone.nearest:  # one place without a successor says nothing
+            (found.red if gone.certain else found.notes).append(str(gone))
         if gone.certain:
             instead = (
                 f"the new spelling {gone.nearest!r} of {gone.name!r}" if gone.nearest else f"an end of {gone.name!r}"
@@ -215,7 +216,11 @@ def axes(one: Adoption) -> Found:
         edits.extend(one.file, one.axis, one.release.version, one.project)
     for path in (one.file, *one.others, one.project / "pyproject.toml"):
         edits.look_up_to(path, day)
-    return Found(notes=[f"packages are resolved from what was out at the start of {day}"])
+    return Found(
+        notes=[
+            f"it was uploaded on {uploaded.date()}: packages are resolved from what was out at the start of {day}, or later"
+        ]
+    )
 
 
 def pins(one: Adoption) -> Found:

@@ -263,6 +263,7 @@ def test_it_goes_on_after_a_kill(released: Released, step: str) -> None:
     process.communicate(timeout=60)
     (tree,) = (released.folder / "cache" / "adopt").glob("*/tree")
     (tree / "half-done").write_text("")
+    Path((tree / ".git").read_text().split()[1], "index.lock").write_text("")  # of a git that was killed
     done = released.adopt("gadget==0.18.0")
     assert done.returncode == 0, done
     ran = [line.rpartition(": ")[2] for line in done.stderr.splitlines() if line.startswith("gadget 0.18.0: ")]
