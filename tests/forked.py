@@ -82,7 +82,8 @@ def _serve(requests: socket.socket) -> None:
     import pytest  # noqa: F401
     import uvicorn  # noqa: F401
 
-    from compat_matrix.commands import run, serve, watch  # noqa: F401
+    import compat_adoption.command  # noqa: F401
+    from compat_matrix.commands import run, serve  # noqa: F401
     from compat_matrix.service import app, tokens  # noqa: F401
 
     with suppress(ImportError):

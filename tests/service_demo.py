@@ -141,7 +141,7 @@ def _running(store: Store, axes: Axes, now: datetime) -> str:
         and (cell.python, cell.transformers) in (("3.12", "5.23"), ("3.12", "5.22"), ("3.13", "5.23"))
     ]
     run = (
-        Site(store, axes).submit(Submission(cells=[cell.name for cell in cells], label="watch: transformers 5.23")).run
+        Site(store, axes).submit(Submission(cells=[cell.name for cell in cells], label="adopt: transformers 5.23")).run
     )
     store.add(run, passed(cells[0], now - timedelta(minutes=4)))
     pythons = [[cell for cell in cells[1:] if cell.python == python] for python in ("3.12", "3.13")]

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -53,6 +54,7 @@ class File:
     sha256: str | None = None
     requires_python: str | None = None
     yanked: bool = False
+    uploaded: datetime | None = None
 
     @property
     def is_wheel(self) -> bool:
@@ -172,6 +174,7 @@ class Index:
                 package.digests.get("sha256"),
                 package.requires_python,
                 package.is_yanked,
+                package.upload_time,
             )
             for package in page.packages
         ]

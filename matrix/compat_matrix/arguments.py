@@ -27,7 +27,7 @@ positive = _of_form("[1-9][0-9]{0,8}", int, "a number from 1 on")
 days = _of_form("[1-9][0-9]{0,4}d", lambda text: int(text[:-1]), "a number of days such as 90d")
 mebibytes = _of_form("[1-9][0-9]{0,8}MiB", lambda text: int(text[:-3]), "whole MiB such as 64MiB")
 words = _of_form("(?s).*", shlex.split, "arguments as in a shell")
-address = _of_form(r"https?://[^/:\s].*", str, "an address such as https://example.org/hook")
+listed = _of_form("[a-z0-9_-]+(,[a-z0-9_-]+)*", lambda text: text.split(","), "names with commas between them")
 
 
 def option(text: str, metavar: str | None = None, **more: Any) -> dict[str, Any]:
@@ -106,7 +106,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     # The service passes these to the processes that it starts: the service's name, and its socket to those that answer requests.
     "--part-of": option(argparse.SUPPRESS),
     "--socket": option(argparse.SUPPRESS, type=int),
-    "--webhook": option("POST the report to this address, as JSON", "URL", type=address),
+    # A release to adopt.
+    "release": option("such as transformers==5.24.0 (default: each that is new)", "RELEASE", nargs="?"),
+    "--list": flag("only print the releases without a branch at `origin`, as a matrix for GitHub Actions"),
+    "--steps": option("only these steps, such as names,axes,pins", "STEPS", type=listed),
+    "--types": option("prove only these model types, such as llama,gpt2", "TYPES", type=listed),
+    "--few": flag("run only a few cells, in which the release meets every value of the other axes"),
+    "--report": option("write the report into this folder, too", "DIR", type=Path),
+    "--store:service": option("the store of a service, which shows the results and the report", "URL", default=""),
     "service:ci": option("the CI service", choices=["github"]),
     # Its tokens.
     "name": option("the name by which it is listed and revoked", "NAME"),
@@ -122,7 +129,7 @@ FETCH = f"{SELECTION} folder --latest --without-torch --with-runner --parts"
 A_RUN = f"{SELECTION} --store --suite --pytest --latest {ENVIRONMENTS}"
 RUN = f"{A_RUN} --all --label --resume --failed --retry-failed --executor {EXECUTOR} --export"
 SERVE = f"--store --axes --host --port --root-path --read --ray --no-run {EXECUTOR} {ENVIRONMENTS} --workers --part-of --socket"
-WATCH = f"--axes --only --pairwise --store --webhook -j/--jobs {ENVIRONMENTS}"
+ADOPT = "release --list --axes --steps --types --only --few -j/--jobs --cache --report --store:service"
 
 
 class Command(NamedTuple):
@@ -163,7 +170,7 @@ COMMANDS = {
     "prune": Command(".commands.runs:prune", "delete runs that ended some days ago", "--keep --dry-run --store"),
     "serve": Command(".commands.serve:run", "serve the store over HTTP, and execute submitted runs", SERVE),
     "token": Command(".service.tokens:run", "manage the tokens of a service"),
-    "watch": Command(".commands.watch:run", "look for new releases, and run the cells that they affect", WATCH),
+    "adopt": Command("compat_adoption.command:run", "report on a new release, and enter it on a branch", ADOPT),
     "bisect": Command(
         ".commands.bisect:run", "find the first release that broke a test or a shim", f"--test --seam --axis {A_RUN}"
     ),

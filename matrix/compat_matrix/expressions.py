@@ -58,7 +58,7 @@ class Expression:
     """
 
     def __init__(self, text: str, own: Mapping[str, Collection[str]] | None = None) -> None:
-        self._text = text
+        self.text = text
         self.axes: set[str] = set()
         self._own = own
         try:
@@ -72,7 +72,7 @@ class Expression:
         return self._holds(cell)
 
     def __reduce__(self) -> tuple[type[Expression], tuple[str]]:
-        return Expression, (self._text,)
+        return Expression, (self.text,)
 
     def _read(self, tree: Tree[Token], depth: int) -> _Holds:
         if depth > _DEEPEST:

@@ -6,11 +6,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
 from compat_matrix.axes import OWN, Axes, load
 from compat_matrix.cells import Cell
-from compat_matrix.commands import watch
 from compat_matrix.errors import MatrixError
 from kernel_compat import releases
 
@@ -295,13 +293,6 @@ def test_the_committed_file_is_right() -> None:
     for suite in {tests.suite for tests in axes.tests}:
         devices = {"torch": ["cpu"], "prove": ["cpu"], "figures": ["cuda"]}.get(suite, ["cpu", "cuda"])
         assert all(axes.tests_of(cell, suite) for cell in axes.cells if cell.device in devices)
-    # Each model type of a new release is proven in one cell.
-    new = {"transformers": [Version("5.99.0")]}
-    extended, touches = watch.touched(axes, new, print)
-    suites = watch.suites(extended, [cell for cell in extended.cells if touches(cell)], new)
-    assert {suite: [cell.name for cell in cells] for suite, cells in suites.items()} == {
-        "prove": [f"py313-tf5.99.0-torch{axes.axes[0].torch[-1]}"]
-    }
 
 
 OWN_AXES = """\
@@ -400,13 +391,3 @@ axes = [
 tests = [{ command = ["pytest"] }]
 """
     assert f"{tmp_path / 'axes.toml'}:4: axes.1.trl: " in problem(tmp_path, text)
-
-
-def test_a_new_release_of_an_own_axis_is_a_value_of_it(tmp_path: Path) -> None:
-    axes = load(written(tmp_path, OWN_AXES.replace('command = ["pytest"]', 'command = ["pytest"]\nwatch = "peft"')))
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\n')
-    new = {"peft": [Version("0.19.0")], "cuda": [Version("13.0")], "torch": [Version("2.99")]}
-    extended, touches = watch.touched(axes, new, print)
-    cells = [cell for cell in extended.cells if touches(cell)]
-    assert [cell.name for cell in cells] == [f"py311-tf{tf}-backend=gloo-peft=0.19.0" for tf in ("5.4", "5.23")]
-    assert watch.suites(extended, cells, new) == {"default": cells[-1:]}

@@ -386,7 +386,7 @@ def test_a_store_of_nothing(get: Get) -> None:
     assert "No run has been stored yet" in _page(get("/")).text
     assert "no two runs" in _page(get("/diff")).text
     assert "There are none." in _page(get("/runs")).text
-    assert "kernel-compat-matrix watch" in _page(get("/seams")).text
+    assert "kernel-compat-matrix adopt --store" in _page(get("/seams")).text
     assert "No cell runs." in _page(get("/status")).text
 
 

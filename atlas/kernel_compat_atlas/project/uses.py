@@ -89,7 +89,7 @@ def scan(folder: Path, packages: Sequence[str], calls: Sequence[str] = (), exclu
     """
     if not folder.is_dir():
         raise AtlasError(f"{folder} is no folder")
-    files = {file.relative_to(folder).as_posix(): file for file in _files(folder, exclude)}
+    files = {file.relative_to(folder).as_posix(): file for file in source_files(folder, exclude)}
     if not files:
         raise AtlasError(f"{folder} has no Python file")
     resolver = Resolver(packages)
@@ -114,7 +114,8 @@ def scan(folder: Path, packages: Sequence[str], calls: Sequence[str] = (), exclu
     return Scan(tuple(sorted(uses)), unread, len(files))
 
 
-def _files(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
+def source_files(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
+    """The Python files of a tree, without those of environments and of hidden folders."""
     for root, folders, names in os.walk(folder):
         here = Path(root)
         paths = {one: (here / one).relative_to(folder).as_posix() for one in (*folders, *names)}

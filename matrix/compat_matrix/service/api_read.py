@@ -206,10 +206,10 @@ def changes(site: Current, asked: Annotated[_Two, Query()]) -> Response:
 
 @router.get("/atlas", response_model=Atlas)
 def atlas(site: Current, nothing: Nothing) -> Response:
-    """When each seam appeared, changed and vanished upstream, as of the last run of `watch`."""
+    """When each seam appeared, changed and vanished upstream, as of the last `adopt --store`."""
     found = kept(site.store, ATLAS)
     if not found:
-        raise HTTPException(404, "there is no atlas yet: `kernel-compat-matrix watch` creates it")
+        raise HTTPException(404, "there is no atlas yet: `kernel-compat-matrix adopt --store` creates it")
     return _json(Atlas.model_validate({"made": found[0].made, "atlas": json.loads(found[0].content)}))
 
 
@@ -234,5 +234,5 @@ def prometheus(site: Current, nothing: Nothing) -> Response:
 
 @router.get("/feed.atom", **_of("application/atom+xml"))
 def atom(request: Request, site: Current, nothing: Nothing) -> Response:
-    """An Atom feed of cells that broke in the newest 20,000 results and of reports by `watch`."""
+    """An Atom feed of cells that broke in the newest 20,000 results and of reports by `adopt`."""
     return Response(feed.atom(feed.entries(site.store), str(request.base_url)), media_type="application/atom+xml")

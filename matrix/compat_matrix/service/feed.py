@@ -1,4 +1,4 @@
-"""An Atom feed: cells that failed after they had passed, and the reports of `watch` on new releases."""
+"""An Atom feed: cells that failed after they had passed, and the reports of `adopt` on new releases."""
 
 import json
 import re

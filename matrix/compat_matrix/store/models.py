@@ -147,8 +147,5 @@ TOKEN = metadata.tables["token"]
 #: beginnings, as JSON. `tries`: how often its execution began since its last result. `reason`: why the last one failed.
 SUBMISSION = metadata.tables["submission"]
 
-#: Texts of `watch` by name, such as the atlas as JSON; the newest of a name is the current one.
+#: Texts of `adopt` by name, such as the atlas as JSON; the newest of a name is the current one.
 DOCUMENT = metadata.tables["document"]
-
-#: The releases that `watch` saw.
-RELEASE_SEEN = metadata.tables["release_seen"]
