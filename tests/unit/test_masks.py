@@ -19,7 +19,7 @@ from kernel_compat.attention.mask_function import attention_mask_function
 from kernel_compat.attention.mask_reduction import reduce_mask
 from kernel_compat.attention.padding import padding
 from kernel_compat.attention.varlen import _padded_by_sorting, padded_attention
-from kernel_compat.kernels.memo import memoised
+from kernel_compat.kernels.memo import Memo, scope
 
 REFERENCE = known_kernels()["flash_attention_reference"]
 
@@ -480,11 +480,11 @@ def test_positions_of_an_encoder_are_not_read_that_way() -> None:
     assert packing(restarted.repeat(2, 1), 2, False) is None
 
 
-# computed once per tensor
+# computed once per forward and tensor
 
 
 @pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def counts(monkeypatch: pytest.MonkeyPatch, memo: Memo) -> dict[str, int]:
     owners = {"_reduce": mask_reduction, "_padding": padding_module, "find_packing": boundaries}
     calls = dict.fromkeys(owners, 0)
 
@@ -581,7 +581,20 @@ def test_again_after_a_write(name: str, how: str, counts: dict[str, int]) -> Non
         assert again[0].indices.numel() == 0
 
 
-def test_what_changed_is_seen() -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_kept_for_another_forward(
+    name: str, counts: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, ask = CASES[name]
+    mask = make()
+    for forward_in_progress in (Memo(), None, None, Memo()):
+        monkeypatch.setattr(scope, "memo", forward_in_progress)
+        mask.numpy()[...] = 0  # which the version counter doesn't count
+        ask(mask)
+    assert counts[name] == 4
+
+
+def test_what_changed_is_seen(memo: Memo) -> None:
     mask = a_2d_mask()
     before = padding(mask, 6, True)
     mask[1, 5] = False
@@ -592,44 +605,33 @@ def test_what_changed_is_seen() -> None:
     assert after[1].cu_seqlens.tolist() == [0, 4, 9]
 
 
-def test_inference_tensors_are_not_remembered(counts: dict[str, int]) -> None:
+def test_inference_tensors_are_not_remembered(counts: dict[str, int], memo: Memo) -> None:
     """They have no version counter, so writes couldn't be detected."""
     with torch.inference_mode():
         mask = a_2d_mask()
         assert mask.is_inference()
-        size = len(memoised.values)
         first = padding(mask, 6, True)
         mask[1, 0] = False
         second = padding(mask, 6, True)
     assert counts["_padding"] == 2
-    assert len(memoised.values) == size
+    assert not memo.values
     assert first is not None
     assert second is not None
     assert first[1].cu_seqlens.tolist() != second[1].cu_seqlens.tolist()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_outlives_the_tensor(name: str) -> None:
+def test_nothing_outlives_the_tensor(name: str, memo: Memo) -> None:
     make, ask = CASES[name]
-    gc.collect()
-    size = len(memoised.values)
     mask = make()
     ask(mask)
     ask(mask[:])
-    assert len(memoised.values) == size + 1
+    assert len(memo.values) == 1
     gone = weakref.ref(mask)
     del mask
     gc.collect()
     assert gone() is None
-    assert len(memoised.values) == size
-
-
-def test_a_long_lived_tensor_does_not_collect_answers() -> None:
-    mask = torch.ones(2, 64, dtype=torch.bool)
-    mask[0, 0] = False
-    for length in range(1, 65):
-        padding(mask[:, :length], length, True)
-    assert len(memoised.values[mask]) <= memoised.limit
+    assert not memo.values
 
 
 def test_an_error_is_not_remembered_as_an_answer() -> None:

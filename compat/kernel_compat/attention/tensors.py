@@ -41,7 +41,7 @@ def constant(function: Callable[[type], T]) -> Callable[[type], T]:
 
 
 def as_int(length: Any) -> int:
-    """An int, or the value of a tensor with one element. Synchronises once a tensor."""
+    """An int, or the value of a tensor with one element. Synchronises once a forward for a tensor."""
     if isinstance(length, Tensor):
         return int(memoised(length, ("int",), length.item))
     return int(length)
