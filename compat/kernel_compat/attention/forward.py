@@ -216,6 +216,7 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
         raise UnsupportedFeatureError(
             "a bias of the scores (position_bias)", kernel.name, instead(kernel.name, "masks")
         )
+    _check_bias(call)
     context = current_context()
     in_full = functions.masked_attention is not None and call.mask is not None and call.mask.ndim == 4
     if in_full and not (call.bias is None and _reducible(call, context)):
@@ -240,6 +241,18 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
         return padded_attention(functions, call, reduced.padding, reduced.padded_queries, options)
     output: Tensor = functions.flash_attn_func(call.query, call.key, call.value, **options)
     return output
+
+
+def _check_bias(call: AttentionCall) -> None:
+    """Raises ValueError if a bias isn't for the call's queries and keys: cut to fewer keys it would be for other ones."""
+    if call.bias is None:
+        return
+    (batch, q_len, heads), kv_len, shape = call.query.shape[:3], call.key.shape[1], tuple(call.bias.shape)
+    sizes = (batch, heads, q_len, kv_len)
+    if len(shape) > 4 or any(n not in (1, size) for n, size in zip(reversed(shape), reversed(sizes), strict=False)):
+        raise ValueError(
+            f"a bias of the scores of shape {shape} does not fit {batch} rows, {heads} heads, {q_len} queries and {kv_len} keys"
+        )
 
 
 def _any_mask(masked: Callable[..., Any] | None, call: AttentionCall, context: ForwardContext | None) -> Tensor:
@@ -364,7 +377,9 @@ def _resolve_mask(call: AttentionCall, context: ForwardContext | None) -> tuple[
         raise ValueError(f"an attention mask for {mask.shape[1]} keys does not fit {kv_len}")
     if not causal and padded_queries and q_len != kv_len:
         raise ValueError("a window to both sides over padded keys that are not the queries' own")
-    return ReducedMask(mask, padded_queries, kv_len, causal, window), own
+    mask = mask[:, -kv_len:]
+    # Keys behind a shorter mask are unused room of a static cache.
+    return ReducedMask(mask, padded_queries, mask.shape[1], causal, window), own
 
 
 def _check_lengths(
