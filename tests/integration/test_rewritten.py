@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from tiny import CAUSAL_LMS, NAME, SHAPE, TRANSFORMERS, VOCAB, bart, modernbert, randomize
+from any_model import LENGTH, ids, model, offsets, packed, padding, positions
+from tiny import NAME, TRANSFORMERS
 from torch import Tensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -23,7 +22,6 @@ from kernel_compat.kernels import flex_mask
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
 FLEX = "my_flash_attention_flex"
-LENGTH = 12
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,23 +51,6 @@ def by_storage(tensor: Tensor, values: Tensor) -> None:
 WAYS = [by_numpy, by_data, by_dlpack, by_storage]
 
 
-def ids(rows: int) -> Tensor:
-    return torch.arange(rows * LENGTH).reshape(rows, LENGTH) * 7 % (VOCAB - 3) + 3
-
-
-def offsets(*lengths: int) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-
-
-def positions(*lengths: int) -> Tensor:
-    return torch.cat([torch.arange(n) for n in lengths])[None]
-
-
-def padding(*counts: int, dtype: torch.dtype = torch.bool) -> Tensor:
-    """A row with so many tokens of padding on the left, for each count."""
-    return (torch.arange(LENGTH) >= torch.tensor(counts)[:, None]).to(dtype)
-
-
 def in_four_dimensions(mask: Tensor, dtype: torch.dtype) -> Tensor:
     visible = mask[:, None, None] & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     visible = visible | torch.eye(LENGTH, dtype=torch.bool)
@@ -82,44 +63,6 @@ def trees(rows: int, parents: Callable[[int], int]) -> Tensor:
     for token in range(1, LENGTH):
         visible[token] |= visible[parents(token)]
     return visible.expand(rows, 1, -1, -1).clone()
-
-
-@cache
-def model(kind: str, name: str) -> Any:
-    torch.manual_seed(0)
-    class_, config = {
-        "llama": ("LlamaForCausalLM", lambda: transformers.LlamaConfig(**SHAPE)),
-        "mistral": ("MistralForCausalLM", lambda: transformers.MistralConfig(**SHAPE, head_dim=16, sliding_window=5)),
-        "qwen2": ("Qwen2ForCausalLM", CAUSAL_LMS["qwen2_window"]),
-        "gpt2": ("GPT2LMHeadModel", lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2)),
-        "bart": ("BartForConditionalGeneration", bart),
-        "modernbert": ("ModernBertForMaskedLM", modernbert),
-        "qwen3_next": (
-            "Qwen3NextForCausalLM",
-            lambda: transformers.Qwen3NextConfig(
-                **SHAPE,
-                head_dim=16,
-                linear_num_value_heads=4,
-                linear_num_key_heads=2,
-                linear_key_head_dim=8,
-                linear_value_head_dim=8,
-                layer_types=["linear_attention", "full_attention"],
-                num_experts=2,
-                num_experts_per_tok=2,
-                moe_intermediate_size=32,
-                shared_expert_intermediate_size=32,
-            ),
-        ),
-        "recurrent_gemma": (
-            "RecurrentGemmaForCausalLM",
-            lambda: transformers.RecurrentGemmaConfig(**{**SHAPE, "num_hidden_layers": 3}, lru_width=64),
-        ),
-    }[kind]  # fmt: skip
-    return randomize(getattr(transformers, class_)._from_config(config(), attn_implementation=name)).eval()
-
-
-def packed(given: Tensor, **more: Any) -> dict[str, Any]:
-    return {"cu_seq_lens_q": given, "cu_seq_lens_k": given, **more}
 
 
 #: A model, and its inputs as a function of a tensor, with the values of that before and after.
