@@ -26,7 +26,9 @@ _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"
 
 
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
+    from kernel_compat.attention.call import PackedLengths
     from kernel_compat.attention.forward_context import with_context
+    from kernel_compat.attention.tensors import require_readable
     from kernel_compat.attention.unpadding.call import unpadded
 
     called: WeakSet[Any] = WeakSet()
@@ -36,7 +38,11 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
             called.add(model)
             _wrap_checkpoints(model)  # those from before the installation
         _mixers().patch(model)
-        _refuse_attention_weights(model, arguments.get("output_attentions"))
+        entry = resolve(getattr(getattr(model, "config", None), "_attn_implementation", None))
+        if entry is not None and entry.forward is None:
+            _refuse_attention_weights(model, entry.name, arguments.get("output_attentions"))
+            named = ("attention_mask", "position_ids", *PackedLengths._fields)
+            require_readable({name: arguments.get(name) for name in named})
 
     return with_context(unpadded(original), before)
 
@@ -57,15 +63,13 @@ def _checkpointed(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> 
     return checkpoint(function if torch.compiler.is_compiling() else in_current_context(function), *args, **kwargs)
 
 
-def _refuse_attention_weights(model: Any, requested: bool | None) -> None:
+def _refuse_attention_weights(model: Any, name: str, requested: bool | None) -> None:
     """Refuse ``output_attentions``, which many models don't pass on to the attention function that would refuse it."""
-    config = getattr(model, "config", None)
-    entry = resolve(getattr(config, "_attn_implementation", None))
     if requested is None:
-        requested = getattr(config, "output_attentions", False)
-    if requested and entry is not None and entry.forward is None:
+        requested = getattr(model.config, "output_attentions", False)
+    if requested:
         raise UnsupportedFeatureError(
-            "output_attentions=True", entry.name, "No flash kernel computes them: use attn_implementation='eager'."
+            "output_attentions=True", name, "No flash kernel computes them: use attn_implementation='eager'."
         )
 
 

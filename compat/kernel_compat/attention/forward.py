@@ -21,7 +21,7 @@ from .forward_context import ForwardContext, current_context, require_open
 from .mask_reduction import ReducedMask, reduce_mask, visible_and_bias
 from .padding import padding_segments
 from .roles import ATTENTION_ARGUMENTS
-from .tensors import constant, same_storage
+from .tensors import constant, require_readable, same_storage
 from .varlen import packed_attention, padded_attention, paged_attention, sequences_attention
 
 __all__ = ["attention_forward", "flash_attention", "target_dtype"]
@@ -218,6 +218,8 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
         )
     _check_bias(call)
     context = current_context()
+    lengths = {} if call.lengths is None else call.lengths._asdict()
+    require_readable({"attention_mask": call.mask, "position_ids": call.position_ids, **lengths})
     in_full = functions.masked_attention is not None and call.mask is not None and call.mask.ndim == 4
     if in_full and not (call.bias is None and _reducible(call, context)):
         return _any_mask(functions.masked_attention, call, context)
@@ -230,10 +232,10 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
     options = call.options(reduced.causal, window)
     if call.bias is not None and functions.masked_attention is not None:
         return _biased(functions.masked_attention, call, reduced, own, options)
-    lengths = own.lengths if call.lengths is None and own is not None else call.lengths
-    if lengths is not None:
-        _check_lengths(lengths, call, reduced, own)
-        return packed_attention(functions, call, lengths, options)
+    packed = own.lengths if call.lengths is None and own is not None else call.lengths
+    if packed is not None:
+        _check_lengths(packed, call, reduced, own)
+        return packed_attention(functions, call, packed, options)
     sequences = _sequences(call, reduced, own)
     if sequences is not None:
         return sequences_attention(functions, call, sequences, sequences, options)
