@@ -26,7 +26,9 @@ _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"
 
 
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
+    from kernel_compat.attention.call import PackedLengths
     from kernel_compat.attention.forward_context import with_context
+    from kernel_compat.attention.tensors import require_readable
     from kernel_compat.attention.unpadding.call import unpadded
 
     called: WeakSet[Any] = WeakSet()
@@ -36,9 +38,45 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
             called.add(model)
             _wrap_checkpoints(model)  # those from before the installation
         _mixers().patch(model)
-        _refuse_attention_weights(model, arguments.get("output_attentions"))
+        entry = resolve(_name_of(model))
+        if entry is not None and entry.forward is None:
+            _refuse_attention_weights(model, entry.name, arguments.get("output_attentions"))
+            named = ("attention_mask", "position_ids", *PackedLengths._fields)
+            require_readable({name: arguments.get(name) for name in named})
 
-    return with_context(unpadded(original), before)
+    return with_context(unpadded(_under_one_name(original)), before)
+
+
+def _under_one_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's ``__call__`` that refuses another attention name at its end: masks of one name are wrong for another's layers."""
+    import torch
+
+    def check(model: Any, before: Any, cause: Exception | None = None) -> None:
+        now = _name_of(model)
+        if now != before and (resolve(before) or resolve(now)):
+            raise ValueError(
+                f"the attention of {type(model).__name__} was changed from {before!r} to {now!r} during its forward, whose masks "
+                "are those of one name: call set_attn_implementation between forwards"
+            ) from cause
+
+    @wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        name = _name_of(self)
+        try:
+            outputs = original(self, *args, **kwargs)
+        except Exception as error:
+            check(self, name, error)
+            raise
+        check(self, name)
+        return outputs
+
+    return __call__
+
+
+def _name_of(model: Any) -> Any:
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
 def _wrap_checkpoints(model: Any) -> None:
@@ -57,15 +95,13 @@ def _checkpointed(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> 
     return checkpoint(function if torch.compiler.is_compiling() else in_current_context(function), *args, **kwargs)
 
 
-def _refuse_attention_weights(model: Any, requested: bool | None) -> None:
+def _refuse_attention_weights(model: Any, name: str, requested: bool | None) -> None:
     """Refuse ``output_attentions``, which many models don't pass on to the attention function that would refuse it."""
-    config = getattr(model, "config", None)
-    entry = resolve(getattr(config, "_attn_implementation", None))
     if requested is None:
-        requested = getattr(config, "output_attentions", False)
-    if requested and entry is not None and entry.forward is None:
+        requested = getattr(model.config, "output_attentions", False)
+    if requested:
         raise UnsupportedFeatureError(
-            "output_attentions=True", entry.name, "No flash kernel computes them: use attn_implementation='eager'."
+            "output_attentions=True", name, "No flash kernel computes them: use attn_implementation='eager'."
         )
 
 
@@ -79,7 +115,7 @@ def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
         _mixers().patch(self)  # before the first call, which torch.compile may be tracing
-        entry = resolve(getattr(getattr(self, "config", None), "_attn_implementation", None))
+        entry = resolve(_name_of(self))
         if entry is not None:
             require_declared(self, entry)
         if entry is not None and entry.forward is None:

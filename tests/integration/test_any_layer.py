@@ -13,6 +13,7 @@ import transformers
 from any_layer import (
     LENGTH,
     MODELS,
+    T5,
     WITH_INPUTS,
     Made,
     blocks,
@@ -29,7 +30,7 @@ from any_layer import (
     there,
     to_call,
 )
-from tiny import SHAPE, distance, gradients
+from tiny import SHAPE, VOCAB, accepts, distance, gradients
 from transformers.masking_utils import create_causal_mask
 
 import kernel_compat
@@ -279,3 +280,60 @@ def test_rows_of_a_bias_that_hide_all_keys(dtype: torch.dtype) -> None:
     if dtype == torch.float32 and finite.all():
         # In fewer bits rounding is larger than the gradients of normalised states.
         assert distance(gradients(models[1], found), gradients(models[0], expected)) < 1e-4
+
+
+def with_static_cache(model: Any, inputs: dict[str, Any], steps: int) -> torch.Tensor:
+    """The logits of some new tokens and then of one more at a time, over a cache with more room than tokens."""
+    options = {
+        "config": model.config,
+        "max_batch_size": 2,
+        "max_cache_len": 16,
+        "device": "cpu",
+        "dtype": torch.float32,
+    }
+    own = transformers.StaticCache(
+        **{name: x for name, x in options.items() if accepts(transformers.StaticCache, name)}
+    )
+    cache, logits, at = transformers.EncoderDecoderCache(own, transformers.DynamicCache()), [], 0
+    for count in (3, *(1,) * steps):
+        given = {**inputs, "decoder_input_ids": inputs["decoder_input_ids"][:, at : at + count]}
+        logits.append(model(**given, past_key_values=cache, use_cache=True).logits)
+        at += count
+    return torch.cat(logits, 1)
+
+
+#: Models whose bias of the scores is an argument of their attention.
+BIASED = {
+    "T5": {},
+    "MT5": {},
+    "UMT5": {},
+    "Pop2Piano": {},
+    "Udop": {"image_size": 16},
+}
+
+
+@T5
+@pytest.mark.parametrize("kernel", ["flash_attention_reference", "flash_attention_flex"])
+@pytest.mark.parametrize("kind", BIASED)
+def test_a_bias_over_a_static_cache(kind: str, kernel: str) -> None:
+    shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB}
+    config = getattr(transformers, f"{kind}Config")(**shape, decoder_start_token_id=0, pad_token_id=0, **BIASED[kind])
+    models = pair(getattr(transformers, f"{kind}ForConditionalGeneration"), config, kernel)
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, 6:] = 0
+    states = transformers.modeling_outputs.BaseModelOutput(torch.randn(2, 10, 32))
+    states["attention_mask"] = mask  # Udop's encoder returns it
+    inputs = {"encoder_outputs": states, "attention_mask": mask, "decoder_input_ids": ids()[:, :7]}
+    with torch.no_grad():
+        expected, found = (with_static_cache(model, inputs, 4) for model in models)
+    assert distance(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 3, 6), (1, 4, 3, 4), (1, 2, 3, 5), (3, 4, 3, 5), (1, 4, 2, 5)])
+def test_a_bias_of_other_queries_or_keys(shape: tuple[int, ...]) -> None:
+    query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 5, 8)
+    layer = torch.nn.Module()
+    layer.is_causal = False
+    function = kernel_compat.attention_function("flash_attention_reference")
+    with pytest.raises(ValueError, match="a bias of the scores of shape"):
+        function(layer, query, key, key, None, position_bias=torch.zeros(shape))

@@ -134,6 +134,16 @@ def bare(tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
+@pytest.fixture
+def memo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The `Memo` of a forward in progress."""
+    from kernel_compat.kernels.memo import Memo, scope
+
+    found = Memo()
+    monkeypatch.setattr(scope, "memo", found, raising=False)
+    return found
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     """Undo what a test installs and registers in this process."""

@@ -72,6 +72,7 @@ def test_packed_sequences(causal: bool, window: tuple[int, int]) -> None:
     assert torch.equal(visible_pairs(mask)[0, 0], expected)
 
 
+@pytest.mark.usefixtures("memo")
 def test_a_mask_in_full() -> None:
     """Of each row and head, beside a window and segments of which some tokens are padding."""
     visible = torch.rand(2, 3, 300, 260) < 0.5
@@ -90,6 +91,7 @@ def test_a_mask_in_full() -> None:
     assert_blocks_are_right(changed)
 
 
+@pytest.mark.usefixtures("memo")
 @pytest.mark.parametrize("kind", ["packed", "segments", "segments and pairs"])
 def test_compiled(kind: str) -> None:
     """Masks of several tensors are made in the graph."""
@@ -107,6 +109,6 @@ def test_compiled(kind: str) -> None:
         assert mask is not None
         return visible_pairs(mask), *mask.blocks
 
-    assert make() is make()  # kept with its tensors
+    assert make() is make()  # kept for the forward
     found = torch.compile(results, fullgraph=True, backend="eager")()
     assert all(map(torch.equal, found, results()))

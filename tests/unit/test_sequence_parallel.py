@@ -307,7 +307,7 @@ def test_groups() -> None:
 
 def test_a_function_that_returns_the_group_at_each_call() -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
-    groups: list[Any] = [mesh["sequence"], None, "none"]
+    groups: list[Any] = [mesh["sequence"], dist.group.WORLD, None, "none"]
     inner = Inner()
     spread = ulysses(inner, lambda: groups[0])
     mask = torch.zeros(2, LENGTH, dtype=torch.bool)
@@ -319,6 +319,16 @@ def test_a_function_that_returns_the_group_at_each_call() -> None:
         assert gathered is not None
         assert gathered.shape == (2, ranks * LENGTH)
         groups.pop(0)
+    spread(CAUSAL, *qkv(), None, skip_sequence_parallel=True)  # None: not spread in this call
+    assert inner.calls.pop().query.shape == (1, 8, LENGTH, 8)
+    spread(CAUSAL, *qkv(), mask)
+    call = inner.calls.pop()
+    assert call.query.shape == (1, 8, LENGTH, 8)
+    assert call.mask is mask
+    alone = gathering_mask_function(lambda: groups[0])(**arguments)
+    assert alone is not None
+    assert alone.shape == (2, LENGTH)
+    groups.pop(0)
     with pytest.raises(TypeError, match="not 'none'"):
         spread(CAUSAL, *qkv(), None)
 

@@ -167,7 +167,7 @@ def find_packing(
 
 
 def sequences_of_positions(positions: Tensor, batch: int, length: int, causal: bool) -> Sequences | None:
-    """The packed sequences of position ids alone; None if there are none. Synchronises once a tensor."""
+    """The packed sequences of position ids alone; None if there are none. Synchronises once a forward for a tensor."""
     restarts = restarts_of(positions, batch, length, causal)
     if restarts is None:
         return None
@@ -178,7 +178,7 @@ def sequences_of_positions(positions: Tensor, batch: int, length: int, causal: b
 def sequences_of_segments(segment_ids: Tensor, others: Sequences | None) -> Sequences | None:
     """The packed sequences of (batch, length) segment ids, 0 for padding, which also begin where one of `others` does.
 
-    Synchronises once a tensor.
+    Synchronises once a forward for a tensor.
     """
 
     def find() -> Sequences | None:
@@ -230,12 +230,12 @@ def require_agreement(
 
 
 def offsets_on_host(cu_seqlens: Tensor) -> list[int]:
-    """Offsets as ints, shared by attention and mixers. Synchronises once a tensor."""
+    """Offsets as ints, shared by attention and mixers. Synchronises once a forward for a tensor."""
     return memoised(cu_seqlens, ("on host",), cu_seqlens.tolist)
 
 
 def longest(cu_seqlens: Tensor) -> int:
-    """The length of the longest sequence between offsets. Synchronises once a tensor."""
+    """The length of the longest sequence between offsets. Synchronises once a forward for a tensor."""
 
     def find() -> int:
         return max((stop - start for start, stop in itertools.pairwise(offsets_on_host(cu_seqlens))), default=0)
@@ -244,7 +244,7 @@ def longest(cu_seqlens: Tensor) -> int:
 
 
 def require_total(cu_seqlens: Tensor, tokens: int, name: str) -> None:
-    """Check that offsets end with the tokens; raises ValueError if not. Synchronises once a tensor."""
+    """Check that offsets end with the tokens; raises ValueError if not. Synchronises once a forward for a tensor."""
     total = offsets_on_host(cu_seqlens)[-1]
     if total != tokens:
         raise ValueError(f"{name} ends at {total}, and there are {tokens} tokens in the batch")

@@ -77,7 +77,7 @@ class AttentionCall(NamedTuple):
         local_window: a causal window of the layer in addition to its mask, as GPT-Neo's.
         position_ids: (batch or 1, q_len): a packed sequence begins where they restart. The position ids of the model's own
             forward take precedence.
-        bias: (batch or 1, heads or 1, q_len, kv_len), added to the scores, as T5's; for kernels with masks of any kind.
+        bias: (batch or 1, heads or 1, q_len or 1, kv_len or 1), added to the scores, as T5's; for kernels with masks of any kind.
         lengths: of packed sequences; if None, those of the model's own forward. Masks and positions must agree with them.
     """
 

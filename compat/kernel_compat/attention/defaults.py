@@ -227,7 +227,8 @@ def register_attention(
             keeps such a name instead of choosing sdpa.
         sequence_parallel: a ``torch.distributed`` group whose ranks each hold a slice of the tokens, a function that returns it
             at each call, or True or None for the default group, which need not be there yet: `ulysses` is put around the forward, and the library's mask function
-            gathers the slices of a padding mask. One of your own must make masks of the full sequence.
+            gathers the slices of a padding mask. One of your own must make masks of the full sequence. Where the function
+            returns None, the call isn't spread.
         padding_free: models under the name compute padded batches without their padding, as by
             `kernel_compat.models.padding_free`. A model for which that is wrong is refused when it is loaded.
 

@@ -21,7 +21,7 @@ from .forward_context import ForwardContext, current_context, require_open
 from .mask_reduction import ReducedMask, reduce_mask, visible_and_bias
 from .padding import padding_segments
 from .roles import ATTENTION_ARGUMENTS
-from .tensors import constant, same_storage
+from .tensors import constant, require_readable, same_storage
 from .varlen import packed_attention, padded_attention, paged_attention, sequences_attention
 
 __all__ = ["attention_forward", "flash_attention", "target_dtype"]
@@ -216,7 +216,10 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
         raise UnsupportedFeatureError(
             "a bias of the scores (position_bias)", kernel.name, instead(kernel.name, "masks")
         )
+    _check_bias(call)
     context = current_context()
+    lengths = {} if call.lengths is None else call.lengths._asdict()
+    require_readable({"attention_mask": call.mask, "position_ids": call.position_ids, **lengths})
     in_full = functions.masked_attention is not None and call.mask is not None and call.mask.ndim == 4
     if in_full and not (call.bias is None and _reducible(call, context)):
         return _any_mask(functions.masked_attention, call, context)
@@ -229,10 +232,10 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
     options = call.options(reduced.causal, window)
     if call.bias is not None and functions.masked_attention is not None:
         return _biased(functions.masked_attention, call, reduced, own, options)
-    lengths = own.lengths if call.lengths is None and own is not None else call.lengths
-    if lengths is not None:
-        _check_lengths(lengths, call, reduced, own)
-        return packed_attention(functions, call, lengths, options)
+    packed = own.lengths if call.lengths is None and own is not None else call.lengths
+    if packed is not None:
+        _check_lengths(packed, call, reduced, own)
+        return packed_attention(functions, call, packed, options)
     sequences = _sequences(call, reduced, own)
     if sequences is not None:
         return sequences_attention(functions, call, sequences, sequences, options)
@@ -240,6 +243,18 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
         return padded_attention(functions, call, reduced.padding, reduced.padded_queries, options)
     output: Tensor = functions.flash_attn_func(call.query, call.key, call.value, **options)
     return output
+
+
+def _check_bias(call: AttentionCall) -> None:
+    """Raises ValueError if a bias isn't for the call's queries and keys: cut to fewer keys it would be for other ones."""
+    if call.bias is None:
+        return
+    (batch, q_len, heads), kv_len, shape = call.query.shape[:3], call.key.shape[1], tuple(call.bias.shape)
+    sizes = (batch, heads, q_len, kv_len)
+    if len(shape) > 4 or any(n not in (1, size) for n, size in zip(reversed(shape), reversed(sizes), strict=False)):
+        raise ValueError(
+            f"a bias of the scores of shape {shape} does not fit {batch} rows, {heads} heads, {q_len} queries and {kv_len} keys"
+        )
 
 
 def _any_mask(masked: Callable[..., Any] | None, call: AttentionCall, context: ForwardContext | None) -> Tensor:
@@ -364,7 +379,9 @@ def _resolve_mask(call: AttentionCall, context: ForwardContext | None) -> tuple[
         raise ValueError(f"an attention mask for {mask.shape[1]} keys does not fit {kv_len}")
     if not causal and padded_queries and q_len != kv_len:
         raise ValueError("a window to both sides over padded keys that are not the queries' own")
-    return ReducedMask(mask, padded_queries, kv_len, causal, window), own
+    mask = mask[:, -kv_len:]
+    # Keys behind a shorter mask are unused room of a static cache.
+    return ReducedMask(mask, padded_queries, mask.shape[1], causal, window), own
 
 
 def _check_lengths(

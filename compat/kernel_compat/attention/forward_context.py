@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import UnprotectedError
+from ..kernels.memo import Memo, scope
 from ..patching.pass_through import described, wrapped_by
 from ..patching.wrapping import functions_beneath
 from .boundaries import Packing, Sequences, find_packing, require_agreement, restarts_of
@@ -98,6 +99,7 @@ class ForwardContext:
         unpadding: the `Unpadding` of the batch, if its layers run on the real tokens alone.
         packs: whether the mask is the one that `unpadding` was made of.
         packed: of a context that stands for the real tokens alone, what it belongs to.
+        memo: what is found of tensors in this call, and in no other one.
     """
 
     def __init__(self, model: Any, arguments: dict[str, Any], outer: ForwardContext | None) -> None:
@@ -123,7 +125,8 @@ class ForwardContext:
         self.masks_by_layer_type = isinstance(mask, dict)
         if isinstance(mask, dict):
             if not torch.compiler.is_compiling():
-                self.records += outer.records if outer is not None else getattr(_local, "records", ())
+                made = outer.records if outer is not None else getattr(_local, "records", ())
+                self.records += [record._replace(padding=record.mask) for record in made]  # as they are now
             mask = min((m for m in mask.values() if isinstance(m, Tensor)), key=lambda m: m.ndim, default=None)
         self.mask: Tensor | None = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         self.has_4d_mask = isinstance(mask, Tensor) and mask.ndim == 4
@@ -140,6 +143,7 @@ class ForwardContext:
         self.unpadding: Any = None
         self.packed: Any = None
         self.packs = True
+        self.memo = Memo()
         self._outer_made_positions = False
         self._segment_ids: Tensor | None = None
         self._sequences: dict[bool, Sequences | None] = {}
@@ -185,7 +189,7 @@ class ForwardContext:
         packed = ForwardContext(layer, {}, None)
         packed.batch, packed.length, packed.lengths = 1, tokens, lengths
         packed.implementation, packed.tokens_only = self.implementation, self.tokens_only
-        packed.takes_positions = True  # positions were those of the rows
+        packed.takes_positions, packed.memo = True, self.memo  # positions were those of the rows
         return packed
 
     def close(self, outputs: Any) -> None:
@@ -345,17 +349,18 @@ def current_context() -> ForwardContext | None:
 def set_context(context: ForwardContext | None) -> None:
     """Make a context the current one of this thread, for hooks, which can't be a block."""
     _local.context = context
+    scope.memo = None if context is None else context.memo
 
 
 @contextmanager
 def within(context: ForwardContext | None) -> Iterator[None]:
     """Run a block in a context; None for layers whose tokens aren't those of the forward in progress."""
     outer = current_context()
-    _local.context = context
+    set_context(context)
     try:
         yield
     finally:
-        _local.context = outer
+        set_context(outer)
 
 
 def with_context(original: Callable[..., Any], before: Callable[[Any, dict[str, Any]], None]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from ..kernels.memo import fixed_shapes
 from ..patching.pass_through import unwrapped
 from .forward_context import ForwardContext, MaskRecord, current_context, record_mask
 from .roles import MASK_ARGUMENTS
-from .tensors import as_int, same_storage
+from .tensors import as_int, require_readable, same_storage
 
 __all__ = ["MaskPattern", "attention_mask_function", "mask_pattern", "plain_mask_function", "query_length"]
 
@@ -47,6 +47,7 @@ def attention_mask_function(**arguments: Any) -> Tensor | None:
     _require_known(arguments)
     context = current_context()
     pattern = mask_pattern(arguments)
+    require_readable({"attention_mask": arguments.get("attention_mask")})
     mask = padding = _make_mask(pattern, context, arguments)
     if pattern is None and mask is not None and context is not None:
         context.full_masks.append((mask, _separates(arguments["mask_function"])))

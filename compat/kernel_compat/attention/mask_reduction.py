@@ -43,7 +43,7 @@ class ReducedMask(NamedTuple):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def reduce_mask(mask: Tensor, q_len: int, kv_len: int) -> ReducedMask:
-    """Prove, once a mask, that a 4D mask is made of padding, causality, a window and packed sequences alone.
+    """Prove, once a forward, that a 4D mask is made of padding, causality, a window and packed sequences alone.
 
     A query whose own key is hidden from every query counts as padding, as in a batch padded on the right: its output is zero.
 
@@ -97,7 +97,7 @@ def _reduce(mask: Tensor, q_len: int, kv_len: int) -> ReducedMask:
 
 
 def visible_and_bias(mask: Tensor, q_len: int, kv_len: int) -> tuple[Tensor, Tensor | None]:
-    """A 4D mask as a bool mask of the visible keys and a bias of the scores, None if it has none. Synchronises once a mask.
+    """A 4D mask as a bool mask of the visible keys and a bias of the scores, None if it has none. Synchronises once a forward for a mask.
 
     Args:
         mask: (batch or 1, heads or 1, q_len, kv_len or more), bool (True: visible) or float (added to the scores).

@@ -70,7 +70,7 @@ def _by_sequence(original: Callable[..., Any], is_attention: bool) -> Callable[.
         entry = None if context is None else resolve(context.implementation)
         if context is None or (is_attention and entry is not None):
             return original(self, *args, **kwargs)
-        if entry is not None and entry.spreads:
+        if entry is not None and entry.is_spread():
             raise UnsupportedFeatureError(
                 "sequence parallelism",
                 type(self).__name__,

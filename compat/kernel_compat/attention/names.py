@@ -10,6 +10,7 @@ from typing import Any
 from ..environment import Environment
 from ..kernels import Features, Kernel
 from ..versions import within
+from .sequence_parallel.ulysses import default_group, group_source
 
 __all__ = ["UPSTREAM", "AttentionName", "check_name", "upstream_owner"]
 
@@ -63,8 +64,20 @@ class AttentionName:
 
     @property
     def spreads(self) -> bool:
-        """Whether the tokens of a sequence are spread over ranks."""
+        """Whether the tokens of a sequence may be spread over ranks."""
         return self.sequence_parallel is not False or hasattr(self.forward, "ulysses_group")
+
+    @property
+    def group(self) -> Any:
+        """The group that they are spread over, as `ulysses` takes it."""
+        return self.sequence_parallel if self.sequence_parallel is not False else self.forward.ulysses_group  # type: ignore[union-attr]
+
+    def is_spread(self) -> bool:
+        """Whether they are in calls that are made now: not where a function that returns the group returns None."""
+        if not self.spreads:
+            return False
+        source = group_source(self.group)
+        return source is default_group or source() is not None
 
 
 def check_name(name: object) -> None:

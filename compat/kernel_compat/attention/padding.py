@@ -13,7 +13,7 @@ __all__ = ["padding", "padding_segments", "query_mask", "runs"]
 
 
 def padding(mask: Tensor, q_len: int, padded_queries: bool) -> tuple[Sequences, Sequences] | None:
-    """The sequences of the queries and of the keys, a row each; None if there is no padding. Synchronises once a mask.
+    """The sequences of the queries and of the keys, a row each; None if there is no padding. Synchronises once a forward for a mask.
 
     Args:
         mask: (batch, kv_len), 1 or True for tokens. The queries are its last q_len columns.

@@ -15,7 +15,7 @@ from ..patching.swap import Change
 from .forward import attention_forward
 from .mask_function import attention_mask_function, plain_mask_function
 from .names import AttentionName
-from .sequence_parallel.ulysses import gathering_mask_function, ulysses
+from .sequence_parallel.ulysses import gathering_mask_function, spread
 
 __all__ = ["changes_of", "mask_function_of", "tables", "taken_by"]
 
@@ -29,14 +29,15 @@ def changes_of(entry: AttentionName, unprotected: UnprotectedError | None = None
     functions, masks = tables()
     if unprotected is not None:
         return [Change(table, entry.name, _refusal(unprotected)) for table in (functions, masks)]
-    spread = entry.sequence_parallel is not False
+    in_ranks = entry.sequence_parallel is not False
     mask = mask_function_of(entry)
-    forward = entry.forward or attention_forward(entry.kernel, entry.name, entry.mask is None and not spread)
-    if spread:
-        forward = ulysses(forward, entry.sequence_parallel)
+    forward = entry.forward or attention_forward(entry.kernel, entry.name, entry.mask is None)
+    if in_ranks:
+        gathered = entry.forward or attention_forward(entry.kernel, entry.name)
+        forward = spread(gathered, forward, entry.sequence_parallel)
     values = {entry.name: forward}
     # A forward of the user's own isn't bypassed by upstream's, nor is `ulysses`: they have no paged alias.
-    if entry.forward is None and not spread and "paged|flash_attention_2" in functions:
+    if entry.forward is None and not in_ranks and "paged|flash_attention_2" in functions:
         values[f"paged|{entry.name}"] = _paged_forward(entry)
     return [Change(functions, key, forward) for key, forward in values.items()] + [
         Change(masks, key, mask) for key in values
@@ -54,10 +55,9 @@ def mask_function_of(entry: AttentionName) -> Callable[..., Any]:
     """The mask function of a name: its own, or the library's."""
     if entry.mask is not None:
         return entry.mask
-    if entry.spreads:  # or its forward would be given masks of this rank's keys alone
-        own = entry.sequence_parallel is not False
-        return gathering_mask_function(entry.sequence_parallel if own else entry.forward.ulysses_group)  # type: ignore[union-attr]
-    return attention_mask_function if entry.forward is None else plain_mask_function
+    alone = attention_mask_function if entry.forward is None else plain_mask_function
+    # Or its forward would be given masks of this rank's keys alone.
+    return gathering_mask_function(entry.group, alone) if entry.spreads else alone
 
 
 def taken_by(name: str) -> str | None:

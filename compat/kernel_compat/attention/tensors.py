@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedFeatureError
 from ..kernels.indices import true_first
 from ..kernels.memo import fixed_shapes, memoised
 
@@ -20,6 +21,7 @@ __all__ = [
     "offsets_of",
     "previous_token",
     "require",
+    "require_readable",
     "same_storage",
     "true_indices",
 ]
@@ -41,7 +43,7 @@ def constant(function: Callable[[type], T]) -> Callable[[type], T]:
 
 
 def as_int(length: Any) -> int:
-    """An int, or the value of a tensor with one element. Synchronises once a tensor."""
+    """An int, or the value of a tensor with one element. Synchronises once a forward for a tensor."""
     if isinstance(length, Tensor):
         return int(memoised(length, ("int",), length.item))
     return int(length)
@@ -64,12 +66,38 @@ def require(holds: Tensor, message: str, wait: bool = False) -> None:
         raise ValueError(message)
 
 
+def require_readable(tensors: Mapping[str, Any]) -> None:
+    """Check that the values of tensors, by name, can be read: those that ``torch.func.vmap`` maps over can't.
+
+    Raises:
+        UnsupportedFeatureError: it maps over one of them.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and torch._C._functorch.is_batchedtensor(_untracked(tensor)):
+            raise UnsupportedFeatureError(
+                f"{name} that torch.func.vmap maps over",
+                "attention under a registered name",
+                "Its values can't be read there, and say where sequences and padding are. Pass the samples as rows of a batch, or map "
+                "over samples without padding; or use attn_implementation='eager'.",
+            )
+
+
+def _untracked(tensor: Tensor) -> Tensor:
+    """A tensor without the wrappers of ``torch.func``'s gradients, which have no memory."""
+    while torch._C._functorch.is_gradtrackingtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def same_storage(tensor: Tensor, other: Tensor | None) -> bool:
     """Whether one tensor is the other, or a view or a detached copy of it. Under torch.compile a view is another tensor."""
     if tensor is other:
         return True
     if other is None or torch.compiler.is_compiling() or tensor.device != other.device or not tensor.numel():
         return False
+    tensor, other = _untracked(tensor), _untracked(other)
     return bool(tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
 
 

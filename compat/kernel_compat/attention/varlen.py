@@ -95,7 +95,7 @@ def padded_attention(
     """Attention over a padded batch. Padding queries are zero.
 
     Args:
-        mask: (batch or 1, kv_len), 1 or True for tokens; it may be shorter than a static cache's keys.
+        mask: (batch or 1, kv_len), 1 or True for tokens.
         padded_queries: whether the mask applies to the queries too.
 
     Raises:
@@ -106,11 +106,6 @@ def padded_attention(
         if mask.shape[0] != 1:
             raise ValueError(f"an attention mask for {mask.shape[0]} sequences does not fit a batch of {batch}")
         mask = mask.expand(batch, -1)
-    if mask.shape[1] > kv_len:
-        mask = mask[:, -kv_len:]
-    elif mask.shape[1] < kv_len:  # the rest is unused room of a static cache
-        kv_len = mask.shape[1]
-        call = call._replace(key=call.key[:, :kv_len], value=call.value[:, :kv_len])
     if padded_queries and kv_len < q_len:
         raise ValueError(f"an attention mask of length {kv_len} does not fit {q_len} queries")
     if fixed_shapes(call.query):

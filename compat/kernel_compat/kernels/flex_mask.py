@@ -69,7 +69,7 @@ def _equal_lengths(q_len: int, kv_len: int, window: Window, device: torch.device
 def packed_sequences(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens: tuple[int, int], causal: bool, window: Window
 ) -> FlexMask:
-    """The mask of packed sequences, each aligned to the bottom right. Made once for a pair of offsets.
+    """The mask of packed sequences, each aligned to the bottom right. Made once a forward for a pair of offsets.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,).
@@ -100,7 +100,7 @@ def any_mask(
     window: Window,
     device: torch.device,
 ) -> FlexMask | None:
-    """A mask of equal lengths that hides the pairs of `visible` and of different segments as well. Made once a tensor.
+    """A mask of equal lengths that hides the pairs of `visible` and of different segments as well. Made once a forward.
 
     Args:
         visible: (batch or 1, heads or 1, q_len, kv_len) bool.

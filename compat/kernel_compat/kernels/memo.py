@@ -1,4 +1,4 @@
-"""Values computed from tensors, at most once a tensor."""
+"""Values computed from tensors, at most once in a model's forward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 T = TypeVar("T")
 
-__all__ = ["fixed_shapes", "memoised", "memoised_of_all"]
+__all__ = ["Memo", "fixed_shapes", "memoised", "memoised_of_all", "scope"]
+
+#: Of this thread: `memo`, the `Memo` of the forward in progress, or None.
+scope = threading.local()
 
 
 def fixed_shapes(tensor: Tensor) -> bool:
@@ -22,46 +25,38 @@ def fixed_shapes(tensor: Tensor) -> bool:
     return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-class TensorMemo:
-    """Values computed from a tensor, kept until the tensor is modified in place or freed.
+class Memo:
+    """The values computed from tensors in one forward. None outlives its tensor.
 
-    Layers often get a view each of one mask, so a view is keyed by its base and geometry. Modifications are detected by the
-    version counter, which doesn't count writes through ``.data`` or a shared numpy array. Inference tensors have no version
-    counter, and under torch.compile there is nothing to keep: values are computed each time there. So they are while a CUDA
-    graph is captured: it is replayed for other values of the same tensor, for which a value from the warm-up before is wrong.
+    Attributes:
+        values: by tensor; made at the first use, because torch.compile can't trace it.
     """
 
-    #: How many values are kept for one tensor; the oldest goes first.
-    limit = 8
-
     def __init__(self) -> None:
-        #: The values of each tensor.
-        self.values = WeakIdKeyDictionary()
-        self._lock = threading.Lock()
-
-    def __call__(self, tensor: Tensor, purpose: tuple[Any, ...], compute: Callable[[], T]) -> T:
-        """The value of ``compute()`` for this tensor and purpose."""
-        if fixed_shapes(tensor) or tensor.is_inference():
-            return compute()
-        base = tensor if tensor._base is None else tensor._base
-        geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        key = (purpose, geometry, tensor._version)
-        with self._lock:
-            known = self.values.get(base)
-            if known is not None and key in known:
-                kept: T = known[key]
-                return kept
-        value = compute()
-        with self._lock:
-            known = self.values.setdefault(base, {})
-            while len(known) >= self.limit:
-                del known[next(iter(known))]
-            known[key] = value
-        return value
+        self.values: Any = None
 
 
-#: Shared by all layers and threads: tensors are its keys, so it holds nothing that outlives them.
-memoised = TensorMemo()
+def memoised(tensor: Tensor, purpose: tuple[Any, ...], compute: Callable[[], T]) -> T:
+    """The value of ``compute()`` for this tensor and purpose, kept for the forward in progress.
+
+    Layers often get a view each of one mask, so a view is keyed by its base and geometry. A tensor that the model modifies
+    in place between two of its layers is another one, by its version counter. Outside of a forward nothing is kept: code
+    may write to a tensor without its counter, by numpy, ``.data``, DLPack, a graph or another process. Inference tensors have
+    no counter, and under torch.compile there is nothing to keep. Nor is there while a CUDA graph is captured: it is replayed
+    for other values of the same tensor, for which a value from the warm-up before is wrong.
+    """
+    memo = getattr(scope, "memo", None)
+    if memo is None or fixed_shapes(tensor) or tensor.is_inference():
+        return compute()
+    if memo.values is None:
+        memo.values = WeakIdKeyDictionary()
+    base = tensor if tensor._base is None else tensor._base
+    key = (purpose, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+    known = memo.values.setdefault(base, {})
+    if key not in known:
+        known[key] = compute()
+    kept: T = known[key]
+    return kept
 
 
 def memoised_of_all(tensors: tuple[Tensor, ...], purpose: tuple[Any, ...], compute: Callable[[], T]) -> T:

@@ -82,8 +82,8 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
                 f"the attention of {type(root).__name__} is {name!r}, which is not a registered name: load the model with one, "
                 "after kernel_compat.install()"
             )
-        if entry.forward is not None or entry.spreads:
-            what = "spreads sequences over ranks" if entry.spreads else "has a forward of its own"
+        if entry.forward is not None or entry.is_spread():
+            what = "spreads sequences over ranks" if entry.is_spread() else "has a forward of its own"
             raise ValueError(f"{name!r} {what}: nothing says that it computes packed sequences")
         if getattr(root.config, "is_encoder_decoder", False):
             raise UnsupportedFeatureError("padding_free", type(root).__name__, "It has an encoder and a decoder.")

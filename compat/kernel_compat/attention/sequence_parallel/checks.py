@@ -215,7 +215,7 @@ def _require_positions(positions: Tensor, beginnings: Tensor | None, causal: boo
 def _require_once(
     tensor: Tensor, purpose: tuple[Any, ...], holds: Callable[[], Tensor], message: str, wait: bool
 ) -> None:
-    """`require` of a condition on a tensor, checked once a tensor; in a graph each time."""
+    """`require` of a condition on a tensor, checked once a forward; in a graph each time."""
     if fixed_shapes(tensor):
         require(holds(), message)
     else:

@@ -40,7 +40,7 @@ def ulysses(
     Returns:
         A function called as `forward`; its output has the rank's slice of the tokens and all heads. With
         ``skip_sequence_parallel=True`` or VeOmni's ``skip_ulysses=True`` it passes its arguments on unchanged: for
-        layers whose tokens are not spread, and with a cache. In a group of one rank it does so as well.
+        layers whose tokens are not spread, and with a cache. In a group of one rank, and without one, it does so as well.
 
     Raises:
         TypeError: `forward` is not callable, or `group` is no group that this rank is in; by a call, if what `group` returns is
@@ -48,6 +48,11 @@ def ulysses(
     """
     if not callable(forward):
         raise TypeError(f"forward must be callable, not {forward!r}")
+    return spread(forward, forward, group)
+
+
+def spread(forward: Callable[..., Any], alone: Callable[..., Any], group: Any) -> Callable[..., Any]:
+    """`ulysses` of a forward, and another one for calls that aren't spread."""
     source = group_source(group)
     # torch stays unloaded until here.
     import torch.distributed as dist
@@ -74,7 +79,8 @@ def ulysses(
         **kwargs: Any,
     ) -> Any:
         nonlocal first
-        group = source()
+        if (group := source()) is None:
+            return alone(module, query, key, value, attention_mask, **kwargs)
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         if ranks == 1:
             return forward(module, query, key, value, attention_mask, **kwargs)
@@ -105,11 +111,17 @@ def ulysses(
     return attention
 
 
-def gathering_mask_function(group: Any) -> Callable[..., Tensor | None]:
+def gathering_mask_function(
+    group: Any, alone: Callable[..., Tensor | None] | None = None
+) -> Callable[..., Tensor | None]:
     """`plain_mask_function` for tokens spread over a group: slices of a padding mask are gathered to the full sequence's.
 
     Every rank must get a mask, or none: the mask functions are called at the same places on every rank, so the ranks
     communicate there. A rank alone doesn't know whether another's slice has padding.
+
+    Args:
+        group: as for `ulysses`.
+        alone: the mask function of calls that aren't spread; None for `plain_mask_function`.
     """
     import torch.distributed as dist
 
@@ -120,7 +132,8 @@ def gathering_mask_function(group: Any) -> Callable[..., Tensor | None]:
     source = group_source(group)
 
     def mask_function(**arguments: Any) -> Tensor | None:
-        group = source()
+        if (group := source()) is None:
+            return (alone or plain_mask_function)(**arguments)
         mask: Tensor | None = arguments.get("attention_mask")
         ranks, length = dist.get_world_size(group), query_length(arguments)
         if (
@@ -158,20 +171,33 @@ def _slice_of(mask: Tensor | None, length: int, ranks: int, rank: int) -> Tensor
 
 
 def group_source(group: Any) -> Callable[[], ProcessGroup | None]:
-    """A function that returns the process group of `ulysses` at each call; raises as `process_group`."""
+    """A function that returns the process group of `ulysses` at each call, None for none; raises as `process_group`."""
+    if group is None:
+        return default_group
     if callable(group) and not hasattr(group, "get_group"):
-        return lambda: process_group(group())
+        return lambda: None if (found := group()) is None else process_group(found)
     found = process_group(group)
     return lambda: found
 
 
-def process_group(group: Any) -> ProcessGroup | None:
-    """The process group of a group, a mesh of one dimension, or None; raises TypeError for anything else.
+def default_group() -> ProcessGroup:
+    """The default process group; raises ValueError if there is none yet."""
+    from torch.distributed import group
 
-    That is also the value that ``new_group`` returns on a rank outside of the group.
+    if group.WORLD is None:
+        raise ValueError(
+            "sequence parallelism over the default process group, which has not been initialized: call "
+            "torch.distributed.init_process_group first"
+        )
+    return group.WORLD
+
+
+def process_group(group: Any) -> ProcessGroup:
+    """The process group of a group or a mesh of one dimension.
+
+    Raises:
+        TypeError: it is neither: also the value that ``new_group`` returns on a rank outside of the group.
     """
-    if group is None:
-        return None
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -76,7 +76,7 @@ class Unpadding:
         self.packs_head, self.active, self.kept = packs_head, active, kept
         self.each_layer = self.scattered = False
         self.request: Request | None = None
-        self._gathered: dict[int, tuple[Tensor, Tensor]] = {}
+        self._gathered: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
         self._contexts: dict[int, _Packed] = {}
 
     # Tensors.
@@ -195,9 +195,10 @@ class Unpadding:
         """Gathered once for all layers, except for what has gradients, which a checkpoint may compute again."""
         if x.requires_grad or torch.compiler.is_compiling():
             return gather(x)
-        if id(x) not in self._gathered:
-            self._gathered[id(x)] = (x, gather(x))
-        return self._gathered[id(x)][1]
+        key = (id(x), None if x.is_inference() else x._version)
+        if key not in self._gathered:
+            self._gathered[key] = (x, gather(x))
+        return self._gathered[key][1]
 
     # Outputs.
 

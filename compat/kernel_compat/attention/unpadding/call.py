@@ -100,7 +100,7 @@ def _unpadding(
     ):
         return None, {}
     entry = resolve(getattr(model.config.get_text_config(), "_attn_implementation", None))
-    if entry is None or entry.forward is not None or entry.spreads:
+    if entry is None or entry.forward is not None or entry.is_spread():
         return None, {}
     if context.cache is not None and _tokens_in(context.cache):
         return None, {}
