@@ -63,7 +63,11 @@ _MASKS, _CACHES, _LLAMA = r"^masking_utils\.py$", r"^cache_utils\.py$", r"^model
 _LIKE_LLAMA = r"^models/(llama|mistral|gemma2|falcon_h1)/modeling_"
 #: torch's own argument.
 _OF_TORCH = ("", r"(scaled_dot_product_attention\([^)]*?)causal_only=", r"\1is_causal=")
-_OF_TORCH_LINES = (r"^integrations/sdpa_attention\.py$", r"(\n        )causal_only=causal_only,", r"\1is_causal=causal_only,")
+_OF_TORCH_LINES = (
+    r"^integrations/sdpa_attention\.py$",
+    r"(\n        )causal_only=causal_only,",
+    r"\1is_causal=causal_only,",
+)
 
 #: What models, masks, caches and attention functions take on the way from a model's call to a kernel.
 _ARGUMENTS = (

@@ -17,6 +17,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -267,7 +268,7 @@ _DECODER: dict[str, tuple[Result, Result]] = {
 }
 _SOME = ("plain", "padded_left", "padded_right", "packed", "cached", "generated", "gradients")
 SCENARIOS: dict[str, dict[str, tuple[Result, Result]]] = {
-    **{name: _DECODER for name in ("llama", "mistral", "gemma2", "gpt2")},
+    **dict.fromkeys(("llama", "mistral", "gemma2", "gpt2"), _DECODER),
     "falcon_h1": {name: _DECODER[name] for name in _SOME},
     "bert": {
         name: _DECODER[name] for name in ("padded_right", "gradients")
@@ -441,7 +442,7 @@ def main() -> None:
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if request.get("write"):
-            _import(json.loads(open(request["found"]).read()).get("modules", ()))
+            _import(json.loads(Path(request["found"]).read_text()).get("modules", ()))
         print(json.dumps({"status": status}), flush=True)
 
 

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from mutants import MUTANTS, Mutant
+from mutations.mutants import MUTANTS, Mutant
 
 
 class Verdict(NamedTuple):
@@ -168,7 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     verdicts = []
     with bench() as made:
-        print(f"transformers {made.release}; not right without a mutation: {made.before or 'nothing'}; said: {made.usual}")
+        print(
+            f"transformers {made.release}; not right without a mutation: {made.before or 'nothing'}; said: {made.usual}"
+        )
         for mutant in MUTANTS:
             if not re.search(options.only, mutant.name):
                 continue

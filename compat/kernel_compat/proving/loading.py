@@ -69,7 +69,7 @@ def require_proof(model: Any, name: str, unproven: str) -> None:
     proof = _proof(owner, model.config)
     if wrong := sorted({outcome.case for outcome in proof.outcomes if outcome.verdict == "wrong"}):
         raise _wrong(owner, name, wrong)
-    if proof.no_recipe:
+    if proof.no_recipe or proof.verdict == "untested":
         _report_unproven(
             owner, f"under {name!r} as with eager attention", proof, unproven, f"the attention name {name!r}"
         )
@@ -106,7 +106,8 @@ def _is_importable(kind: type) -> bool:
 
 
 def _report_unproven(owner: type, how: str, proof: Proof, unproven: str, feature: str) -> None:
-    message = f"{owner.__name__} isn't proven to compute the same {how}: no tiny model of it could be made ({proof.no_recipe})"
+    why = proof.no_recipe or "; ".join(dict.fromkeys(one.reason for one in proof.outcomes))
+    message = f"{owner.__name__} isn't proven to compute the same {how}: no tiny model of it could be made ({why})"
     if unproven == "refuse":
         raise UnsupportedFeatureError(
             feature, owner.__name__, f"{message}. install(unproven='allow') takes it as it is."
