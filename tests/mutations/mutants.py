@@ -74,7 +74,18 @@ _ARGUMENTS = (
     _renamed("attention_mask", "token_mask"),
     _renamed("position_ids", "token_positions"),
     _renamed("past_key_values", "kv_cache"),
-    _renamed("cache", "kv_store", pattern=r"(?<![\w.@/-])(?<!import ){}(?=\s*[=,:.)\]]|\s+is\b)"),
+    Mutant(
+        "cache is called kv_store",
+        (
+            (
+                "^(models/|generation/|masking_utils|modeling_|cache_utils|integrations/)",
+                r"(?<!import )(?<![/-])\bcache\b(?![/-]| import)",
+                "kv_store",
+            ),
+        ),
+        (("", r"functools\.kv_store|@kv_store", "functools.cache"),),
+        {"cache": "kv_store"},
+    ),
     _renamed("use_cache", "with_cache"),
     _renamed("cache_position", "cache_index"),
     _renamed("inputs_embeds", "input_states"),

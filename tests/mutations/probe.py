@@ -322,9 +322,10 @@ def compare(copy: Copy, path: str) -> dict[str, str]:
     return results
 
 
-def works(copy: Copy) -> str:
+def works(names: dict[str, str]) -> str:
     """Why eager attention doesn't work here; empty if it does, whatever it computes."""
     try:
+        copy = Copy(names)
         with torch.no_grad():
             for model_type in ("llama", "mistral", "gpt2"):
                 model = copy.model(model_type, "eager")
@@ -383,7 +384,7 @@ def find(request: dict[str, Any]) -> dict[str, Any]:
     """What is found on a copy: what says that something is wrong, and the results. As little as decides is run."""
     import kernel_compat
 
-    if invalid := works(Copy(request["names"])):
+    if invalid := works(request["names"]):
         return {"invalid": invalid}
     red: list[str] = []
     try:

@@ -21,7 +21,7 @@ from ..results import CellResult, Figure, Measured, Past, Run, State, Summary
 from ..words import plural
 from . import database, foreign, inserts, queries
 from .foreign import check_schema
-from .models import CELL, FAILED, NODEID, PLANNED, RESULT, RUN, TEST
+from .models import CELL, FAILED, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 
 
 class Store(AbstractContextManager["Store"]):
@@ -264,6 +264,23 @@ class Store(AbstractContextManager["Store"]):
         """The environment in the result of a cell that counts; empty if it has none."""
         rows = self.rows(queries.of_result(queries.ENVIRONMENT), **queries.named(run, cell))
         return dict(queries.environment_of(rows[0].content if rows else None))
+
+    def tests_that_ran(self, run: str) -> tuple[dict[Cell, frozenset[str]], dict[Cell, dict[str, str]]]:
+        """The tests in the results of a run that count, by cell: those that ran, and those that were skipped, with the reasons."""
+        counting = queries.first(RESULT.c.id.label("key"), where=queries.of_run(run)).subquery()
+        query = select(*queries.CELL_FIELDS, NODEID.c.name, TEST.c.outcome, TEXT.c.content)
+        query = query.select_from(queries.RESULTS).join(TEST, TEST.c.result_id == RESULT.c.id).join(NODEID)
+        query = query.outerjoin(TEXT, (TEXT.c.id == TEST.c.message_id) & (TEST.c.outcome == "skipped"))
+        ran: dict[Cell, set[str]] = {}
+        skipped: dict[Cell, dict[str, str]] = {}
+        with self.reading() as connection:
+            for row in connection.execute(query.where(RESULT.c.id.in_(select(counting.c.key)))):
+                *_, name, outcome, message = row
+                if outcome == "skipped":
+                    skipped.setdefault(queries.cell_of(row), {})[name] = message or ""
+                else:
+                    ran.setdefault(queries.cell_of(row), set()).add(name)
+        return {cell: frozenset(names) for cell, names in ran.items()}, skipped
 
     def figures(self, run: str) -> dict[Cell, list[Figure]]:
         """The figures of a run, by cell, sorted by name: those of the results that count."""
