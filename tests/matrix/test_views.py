@@ -844,7 +844,7 @@ def test_compatibility_escapes(store: Store) -> None:
 
 # architectures
 
-TABLE: table.Table = {
+TABLE: dict[str, dict[str, dict[str, list[str]]]] = {
     "4.57": {"bert": {"refused": ["load"]}, "gpt2": {}, "kosmos": {"wrong": ["plain", "cached"]}, "llama": {}},
     "5.0": {"bert": {"refused": ["load"]}, "gpt2": {}, "llama": {}, "new": {"no recipe": []}},
     "5.1": {"bert": {}, "gpt2": {"crashed": ["load"]}, "llama": {}, "new": {}},

@@ -25,6 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from mutations.mutants import MUTANTS, Mutant
 
+#: The verdicts, in the order in which the table counts them.
+_WORDS = ("red", "refused", "right", "silent")
+
 
 class Verdict(NamedTuple):
     """What became of a mutant.
@@ -160,12 +163,73 @@ def bench() -> Iterator[Bench]:
             made.close()
 
 
+def table(documents: Sequence[dict[str, Any]]) -> str:
+    """The page of the verdicts that ``--json`` has written, one for each release."""
+    releases = [str(document["transformers"]) for document in documents]
+    found = [{one["mutant"]: Verdict(**one) for one in document["verdicts"]} for document in documents]
+    lines = [*_ABOUT, _row("", *releases), "|---" * (len(releases) + 1) + "|"]
+    counts = {word: (str(sum(one.word == word for one in own.values())) for own in found) for word in _WORDS}
+    lines += [_row(word, *numbers) for word, numbers in counts.items()]
+    lines += ["", _row("change", *releases), "|---" * (len(releases) + 1) + "|"]
+    for mutant in MUTANTS:
+        own = [one.get(mutant.name, Verdict(mutant.name, "absent")) for one in found]
+        if any(one.word in _WORDS for one in own):
+            lines.append(_row(mutant.name, *(_said(one) for one in own)))
+    return "\n".join(lines) + "\n"
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _said(verdict: Verdict) -> str:
+    """A verdict with what caught it, in a few words."""
+    if verdict.word not in _WORDS:
+        return "-"
+    caught = re.sub(r"<FrameSummary.*", "", verdict.caught_by).replace("|", "\\|")
+    by = {"status": "`status()`", "install warns": "`install()`", "install raises": "`install()`", "check": "`check`"}
+    where = next((name for start, name in by.items() if caught.startswith(start)), "")
+    if found := re.match(r"prove (\w+): .*?(wrong|lost|crashed)", caught):
+        where = f"`prove {found[1]}`: {found[2]}"
+    elif verdict.word == "refused":
+        kind = re.search(r"\b(\w+(?:Error|Exception))\b", caught)
+        where = kind[1] if kind else ""
+    return f"{verdict.word}: {where}" if where else verdict.word
+
+
+#: The head of the page.
+_ABOUT = (
+    "# Mutations",
+    "",
+    "Does the library notice a release that renames or changes what it depends on? `nox -s mutations` tries: in a copy of transformers one",
+    "name or behaviour is changed, tiny models run there under `flash_attention_reference`, and their results are compared with those of",
+    "eager attention on the unchanged copy: padded, packed, cached, static caches, windows, generation, gradients.",
+    "",
+    "| verdict | |",
+    "|---|---|",
+    "| red | `install()` warns or raises, or `status()`, `check` or `prove` fails |",
+    "| refused | wrong results are errors |",
+    "| right | every result is that of the unchanged copy |",
+    "| silent | a result is wrong, and nothing says so |",
+    "",
+    "A copy in which eager attention raises errors isn't counted. Written by `tests/mutations/run.py --table`: edits are lost.",
+    "",
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try mutants; returns 1 if one is silent."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="a regular expression for the names of the mutants")
     parser.add_argument("--json", help="write the verdicts to this file as well")
+    parser.add_argument(
+        "--table", nargs="+", metavar="FILE", help="write what --json has written to the first file, as a page"
+    )
     options = parser.parse_args(arguments)
+    if options.table:
+        page, *documents = map(Path, options.table)
+        page.write_text(table([json.loads(path.read_text()) for path in documents]))
+        return 0
     verdicts = []
     with bench() as made:
         print(

@@ -18,17 +18,16 @@ NOT_COLLECTED = "not collected"
 def tests(store: Store, run: str) -> list[LostTests]:
     """For each cell of a run the tests that ran in its neighbour, the cell with the release before, and didn't run in it.
 
-    Cells in which no test reported are left out: their verdicts say why.
+    Cells in which no test ran are left out: their verdicts say why.
     """
-    ran, skipped = store.tests_that_ran(run)
-    found = []
-    for cell in common.ordered(ran.keys() | skipped.keys()):
-        for neighbour in _before(cell, ran):
-            own, reasons = ran.get(cell, frozenset()), skipped.get(cell, {})
-            if missing := sorted(ran[neighbour] - own):
-                why = {name: reasons.get(name) or NOT_COLLECTED for name in missing}
-                found.append(LostTests(cell=cell, neighbour=neighbour, tests=why))
-    return found
+    return [
+        LostTests(cell=cell, neighbour=neighbour, tests={name: why or NOT_COLLECTED for name, why in tests.items()})
+        for cell, neighbour, tests in store.lost_tests(run, _neighbours)
+    ]
+
+
+def _neighbours(cells: Collection[Cell]) -> Iterator[tuple[Cell, Cell]]:
+    return ((cell, neighbour) for cell in common.ordered(cells) for neighbour in _before(cell, cells))
 
 
 def _before(cell: Cell, cells: Collection[Cell]) -> Iterator[Cell]:
