@@ -172,7 +172,8 @@ def test_a_cache_under_an_unknown_name_is_no_reason_for_a_green_proof(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As in transformers 5.24, which renamed the argument: the cases for caches no longer run."""
-    monkeypatch.setattr(cases, "CACHE", Role("cache", ("no_such_name",)))
+    for role in ("CACHE", "LAYER_CACHE"):
+        monkeypatch.setattr(cases, role, Role("cache", ("no_such_name",)))
     found = prove_config(CAUSAL_LMS["llama"](), transformers.LlamaForCausalLM, ["plain", "cached"])
     assert verdicts(found) == {"plain": "equal", "cached": "untested"}
     assert "no cache under a known name" in found.outcomes[1].reason

@@ -168,7 +168,7 @@ def table(documents: Sequence[dict[str, Any]]) -> str:
     releases = [str(document["transformers"]) for document in documents]
     found = [{one["mutant"]: Verdict(**one) for one in document["verdicts"]} for document in documents]
     lines = [*_ABOUT, _row("", *releases), "|---" * (len(releases) + 1) + "|"]
-    counts = {word: (str(sum(one.word == word for one in own.values())) for own in found) for word in _WORDS}
+    counts = {word: [str(sum(one.word == word for one in own.values())) for own in found] for word in _WORDS}
     lines += [_row(word, *numbers) for word, numbers in counts.items()]
     lines += ["", _row("change", *releases), "|---" * (len(releases) + 1) + "|"]
     for mutant in MUTANTS:
