@@ -65,6 +65,12 @@ NIGHTLY = [
     *(nox.param("3.11", release) for release, tested in RELEASES["TRANSFORMERS"].items() if tested),
 ]
 
+#: The releases of transformers whose copies are mutated: the last one of transformers 4 and the two newest.
+MUTATED = [
+    [release for release in RELEASES["TRANSFORMERS"] if release.startswith("4.")][-1],
+    *[*RELEASES["TRANSFORMERS"]][-2:],
+]
+
 #: The dependencies of the tests of the library, of the atlas and of the matrix.
 GROUPS = ("--group", "test", "--group", "atlas", "--group", "matrix")
 
@@ -176,12 +182,20 @@ def nightly(session: nox.Session, transformers: str) -> None:
         session.install(*arguments, f"torch=={oldest}")  # also required by others, of which the newest would be taken
     elif transformers == "newest":
         session.install("--editable", ".[gpu,transformers5-exp]", *MATRIX, *GROUPS)
-        suites += ["tests/atlas", "tests/matrix"]
+        suites += ["tests/atlas", "tests/matrix", "tests/mutations"]
     else:
         session.install("--editable", ".", *_pins(transformers, TORCH), "--group", "test")
     session.run(
         "pytest", "-n", "2", "-m", "", *suites, *session.posargs, env={**ENVIRONMENT, "HYPOTHESIS_PROFILE": "nightly"}
     )
+
+
+@nox.session
+@nox.parametrize("transformers", MUTATED)
+def mutations(session: nox.Session, transformers: str) -> None:
+    """Is each change of a copy of transformers refused, red, or still right? Arguments after -- go to tests/mutations/run.py."""
+    session.install("--editable", ".", *_pins(transformers, TORCH), "--group", "test")
+    session.run("python", "tests/mutations/run.py", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

@@ -22,6 +22,7 @@ from .environments import Environments
 from .errors import MatrixError
 from .progress import Progress
 from .store import Store
+from .views import lost
 from .wheelhouse import Wheelhouse
 from .words import plural
 from .work import Job
@@ -108,6 +109,8 @@ def execute(
     finally:  # also what an interrupted run has
         if export is not None:
             store.export([run], export)
+    for line in lost.lines(lost.tests(store, run)):
+        console.print(line, soft_wrap=True)
     console.print(f"run {run}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}")
     return {*counts}
 

@@ -36,12 +36,12 @@ UNENDED = "it didn't finish"
 
 
 def read_report_log(path: Path) -> tuple[list[Test], list[str]]:
-    """The tests in a pytest report log, and the errors of files that couldn't be collected.
+    """The tests in a pytest report log, with the files that were skipped as a whole, and the errors of files that couldn't be collected.
 
     A log that ends in the middle of a line, as a killed process leaves it, is read up to there.
     """
     phases: dict[str, list[dict[str, Any]]] = {}
-    uncollected = []
+    uncollected, skipped = [], []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for line in text.splitlines():
         try:
@@ -53,7 +53,9 @@ def read_report_log(path: Path) -> tuple[list[Test], list[str]]:
             phases.setdefault(entry["nodeid"], []).append(entry)
         elif kind == "CollectReport" and entry["outcome"] == "failed":
             uncollected.append(f"{entry['nodeid']}: {_message_of(entry)}")
-    return [_test(nodeid, some) for nodeid, some in phases.items()], uncollected
+        elif kind == "CollectReport" and entry["outcome"] == "skipped":
+            skipped.append(Test(entry["nodeid"], "skipped", 0.0, _message_of(entry)))
+    return [*skipped, *(_test(nodeid, some) for nodeid, some in phases.items())], uncollected
 
 
 def _test(nodeid: str, entries: Sequence[Mapping[str, Any]]) -> Test:

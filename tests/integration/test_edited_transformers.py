@@ -41,7 +41,12 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(copy: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(copy), "XDG_CACHE_HOME": str(cache), "KERNEL_COMPAT_UNPROVEN": "refuse"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(copy),
+        "XDG_CACHE_HOME": str(cache),
+        "KERNEL_COMPAT_UNPROVEN": "refuse",
+    }
     return subprocess.run([sys.executable, "-c", _LOAD], env=environment, capture_output=True, text=True, check=True)
 
 

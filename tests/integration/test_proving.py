@@ -21,9 +21,10 @@ from tiny import CAUSAL_LMS
 
 import kernel_compat
 from kernel_compat import cli
+from kernel_compat.attention.roles import Role
 from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.kernels import Functions, Kernel, known_kernels
-from kernel_compat.proving import QUICK, Proof, proof, prove_config, prove_type, sweep
+from kernel_compat.proving import QUICK, Proof, cases, proof, prove_config, prove_type, sweep, table
 from kernel_compat.proving.architectures import model_types
 
 NAME = "broken_flash"
@@ -165,6 +166,23 @@ def test_a_type_that_ends_its_process_is_one_row(monkeypatch: pytest.MonkeyPatch
     assert found["llama"].verdict == "equal"
     assert found["gpt_neox"].verdict == "crashed"
     assert "exit code 3" in found["gpt_neox"].outcomes[0].reason
+
+
+def test_a_cache_under_an_unknown_name_is_no_reason_for_a_green_proof(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in transformers 5.24, which renamed the argument: the cases for caches no longer run."""
+    for role in ("CACHE", "LAYER_CACHE"):
+        monkeypatch.setattr(cases, role, Role("cache", ("no_such_name",)))
+    found = prove_config(CAUSAL_LMS["llama"](), transformers.LlamaForCausalLM, ["plain", "cached"])
+    assert verdicts(found) == {"plain": "equal", "cached": "untested"}
+    assert "no cache under a known name" in found.outcomes[1].reason
+    ran = {"4.54": {"llama": {"LlamaForCausalLM": ["plain", "cached"]}}}
+    monkeypatch.setattr(table, "_ran", lambda: ran)
+    assert cli.main(["prove", "llama", "--case", "plain", "--case", "cached", "--workers", "1"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "LlamaForCausalLM cached lost: it ran on 4.54, not here: its forward takes" in said
+    assert "1 lost" in said
 
 
 def test_unknown_types() -> None:
@@ -322,5 +340,8 @@ def test_the_suite_of_the_matrix(tmp_path: Path) -> None:
     assert "GPT2 plain: off by 1.5" in said
     assert "OPT cached: IndexError: no" in said
     assert "no recipe: no inputs" in said
-    assert "proven: 5 tried, 1 equal, 1 refused, 1 wrong, 1 crashed, 0 not applicable, 1 no recipe" in said
+    assert (
+        "proven: 5 tried, 1 equal, 1 refused, 1 wrong, 1 crashed, 0 lost, 0 untested, 0 not applicable, 1 no recipe"
+        in said
+    )
     assert done.returncode == 1

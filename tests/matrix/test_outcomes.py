@@ -69,6 +69,22 @@ def ran(folder: Path, *arguments: str, **files: str) -> Ran:
     return Ran(tests, uncollected, found, log.read_text(errors="replace"), returncode, report)
 
 
+def test_a_file_that_is_skipped_as_a_whole_is_a_skipped_test(tmp_path: Path) -> None:
+    found = ran(
+        tmp_path,
+        test_it="def test_passes(): pass",
+        test_gone="""
+        import pytest
+
+        pytest.importorskip("no_such_module")
+        """,
+    )
+    skipped = [test for test in found.tests if test.outcome == "skipped"]
+    assert [test.nodeid for test in skipped] == ["test_gone.py"]
+    assert "no_such_module" in skipped[0].message
+    assert found.verdict[0] == "passed"
+
+
 def test_every_outcome_has_its_word(tmp_path: Path) -> None:
     found = ran(
         tmp_path,

@@ -23,7 +23,7 @@ from compat_matrix.errors import MatrixError
 from compat_matrix.pages import report
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.store import Store
-from compat_matrix.views import architectures, common, compatibility, diff, explain, show
+from compat_matrix.views import architectures, common, compatibility, diff, explain, lost, show
 from kernel_compat.proving import table
 
 ODD = "\x1b[31mred\x1b[0m\x1b]0;title\x07 <script>alert(1)</script> [bold]x[/bold] \x07\x00\udc80\u202e back\rslash"
@@ -844,7 +844,7 @@ def test_compatibility_escapes(store: Store) -> None:
 
 # architectures
 
-TABLE: table.Table = {
+TABLE: dict[str, dict[str, dict[str, list[str]]]] = {
     "4.57": {"bert": {"refused": ["load"]}, "gpt2": {}, "kosmos": {"wrong": ["plain", "cached"]}, "llama": {}},
     "5.0": {"bert": {"refused": ["load"]}, "gpt2": {}, "llama": {}, "new": {"no recipe": []}},
     "5.1": {"bert": {}, "gpt2": {"crashed": ["load"]}, "llama": {}, "new": {}},
@@ -908,3 +908,48 @@ def test_views_of_a_store_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(MatrixError, match="it doesn't exist"):
         show.run(options)
     assert [*tmp_path.iterdir()] == []
+
+
+def suite(*names: str, skipped: dict[str, str] | None = None) -> list[Test]:
+    found = [Test(f"tests/test_it.py::test_{name}", "passed", 0.1) for name in names]
+    return found + [Test(f"tests/test_it.py::test_{n}", "skipped", 0.0, why) for n, why in (skipped or {}).items()]
+
+
+def test_tests_that_ran_on_the_release_before_are_lost(
+    store: Store, call: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which they are, and why: skipped with a reason, or never collected. Tests that only the newer release has are none."""
+    old, new, newest = cells(transformers=("5.22", "5.23", "5.24"), torch=("2.11",))
+    (beside,) = cells(transformers=("5.24",), torch=("2.12",))
+    run = stored(
+        store,
+        [
+            passed(old, tests=suite("cached", "plain")),
+            passed(new, tests=suite("cached", "plain", "packed", skipped={"window": "no window here"})),
+            passed(newest, tests=suite("plain", "extra", skipped={"packed": "takes no past_key_values"})),
+            not_run(beside),
+        ],
+    )
+    (found,) = lost.tests(store, run)
+    assert (found.cell, found.neighbour) == (newest, new)
+    assert found.tests == {
+        "tests/test_it.py::test_cached": "not collected",
+        "tests/test_it.py::test_packed": "takes no past_key_values",
+    }
+    call(show, run)
+    said = capsys.readouterr().out
+    assert f"{newest}: 2 tests of {new}" in said
+    assert "tests/test_it.py::test_packed: takes no past_key_values" in said
+    call(show, run, "--json")
+    assert json.loads(capsys.readouterr().out)["lost"][0]["cell"] == newest.name
+
+
+def test_lost_tests_of_cells_alike_are_shown_once(store: Store) -> None:
+    results = [
+        passed(cell, tests=suite("plain", *(["cached"] if cell.transformers == "5.23" else [])))
+        for cell in cells(transformers=("5.23", "5.24"), torch=("2.10", "2.11"))
+    ]
+    run = stored(store, results)
+    shown = [line.plain for line in lost.lines(lost.tests(store, run))]
+    assert sum("1 test of" in line for line in shown) == 1
+    assert "and as many in 1 more cell" in shown[2]

@@ -1,15 +1,17 @@
 """`kernel-compat prove --all` as tests: one for each model type of the installed transformers, proven in a process of its own.
 
-What is equal passes, what refuses a case is an expected failure, what is wrong fails, what crashes is an error, and what has no
-recipe is skipped.
+What is equal passes, what refuses a case is an expected failure, what is wrong or has lost a case fails, what crashes is an error,
+and what has no recipe is skipped.
 """
 
 from __future__ import annotations
 
 import pytest
+import transformers
 
 from kernel_compat.proving import Proof, sweep
 from kernel_compat.proving.architectures import model_types
+from kernel_compat.proving.table import vanished
 
 
 def said(proof: Proof, verdict: str) -> str:
@@ -30,9 +32,13 @@ def proof(model_type: str, proofs: list[Proof]) -> Proof:
     return found
 
 
+def test_every_type_is_still_there() -> None:
+    assert vanished(model_types(), transformers.__version__) == []
+
+
 @pytest.mark.parametrize("model_type", model_types())
 def test_type(proof: Proof, request: pytest.FixtureRequest) -> None:
-    if proof.verdict in ("no recipe", "not applicable"):
+    if proof.verdict in ("no recipe", "untested", "not applicable"):
         pytest.skip(f"{proof.verdict}: {proof.no_recipe}")
     if proof.verdict == "refused":
         request.applymarker(pytest.mark.xfail(reason="refused"))

@@ -213,6 +213,25 @@ def test_without_a_backward_the_forward_alone_is_compared(monkeypatch: pytest.Mo
     assert having(result, "skipped") == {"softcap", "sinks"}  # that kernel declares neither
 
 
+def test_a_feature_that_the_installed_version_should_have_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keyword was renamed: the kernel works without windows, and the case for them must not go without a word."""
+
+    def varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+               softmax_scale: float | None = None, causal: bool = False, window: Any = (-1, -1)) -> Any:  # fmt: skip
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        options: Any = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window}
+        return reference.flash_attn_varlen_func(q, k, v, *lengths, **options)
+
+    known = module_kernel(monkeypatch)
+    sys.modules["some_kernel"].flash_attn_varlen_func = varlen  # type: ignore[attr-defined]
+    kernel_compat.register_attention("my_flash", known)
+    report = check.run(["my_flash"])
+    (result,) = report.names
+    assert (result.verdict, report.ok) == ("lost", False)
+    assert having(result, "lost") == {"window"}
+    assert having(result, "skipped") == {"softcap", "sinks"}  # not declared either
+
+
 def test_a_kernel_for_another_device_is_not_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     result = check_kernel(module_kernel(monkeypatch, devices=("npu", "xpu")))
     assert result.verdict == "not usable"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import runpy
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from kernel_compat import cli
 from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.proving import CASES, QUICK, Outcome, Proof, summary, table
+from kernel_compat.proving.outcomes import Verdict
 from kernel_compat.proving.proof import require_cases
 from kernel_compat.proving.subject import is_refusal
 from kernel_compat.proving.tiny import LEVELS, VOCABULARY, WINDOW, Level, shrink
@@ -218,7 +221,7 @@ def test_the_table_keeps_the_cases_that_are_not_equal(tmp_path: Path, monkeypatc
     refuses = Proof("a", "5.0.1", PROOF.outcomes[2:])
     table.record([PROOF, refuses, Proof("b", "5.0.0", PROOF.outcomes[:1]), Proof("c", "5.0.0", no_recipe="none")], file)
     table.record([Proof("a", "5.1.0", PROOF.outcomes[:1])], file)
-    monkeypatch.setattr(table, "_table", lambda: table._read(file))
+    monkeypatch.setattr(table, "_table", lambda: table._read(file)[0])
     assert table.releases() == ["5.0", "5.1"]
     assert table.known("5.0.2") == {
         "a": {"refused": ("padded_holes",)},
@@ -230,3 +233,133 @@ def test_the_table_keeps_the_cases_that_are_not_equal(tmp_path: Path, monkeypatc
     assert table.known("6.0.0") == {}
     found = [table.wrong_cases(name, "5.0.0") for name in ("a", "b", "c", "llama", "d")]
     assert found == [(), (), None, ("packed_mask",), None]
+
+
+def proof_of(cases: dict[str, tuple[Verdict, int, bool]], release: str = "5.1.0", model_type: str = "a") -> Proof:
+    """A proof with outcomes of class A: the verdict, the number of comparisons, and whether eager attention disagrees with itself."""
+    outcomes = [Outcome("A", case, verdict, compared=n, apart=apart) for case, (verdict, n, apart) in cases.items()]
+    return Proof(model_type, release, tuple(outcomes))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A table with release 5.0: a class with cases of each kind, and a type that couldn't be loaded."""
+    file = tmp_path / "table.json"
+    ran: dict[str, tuple[Verdict, int, bool]] = {
+        "plain": ("equal", 1, False),
+        "cached": ("equal", 2, False),
+        "packed_mask": ("refused", 1, False),
+        "beams": ("equal", 1, True),
+        "image": ("not applicable", 0, False),
+        "mask_4d": ("untested", 0, False),
+    }
+    unloadable = Proof("b", "5.0.0", (Outcome("B", "load", "refused"),))
+    table.record([proof_of(ran, "5.0.0"), unloadable], file)
+    for name, number in (("_table", 0), ("_ran", 1)):
+        monkeypatch.setattr(table, name, lambda number=number: table._read(file)[number])
+    monkeypatch.setattr(table, "ACCEPTED", tmp_path / "lost.json")
+    monkeypatch.setattr(table, "_reviewed", lambda: json.loads((tmp_path / "lost.json").read_text()))
+    (tmp_path / "lost.json").write_text("{}")
+    return file
+
+
+RAN: dict[str, tuple[Verdict, int, bool]] = {
+    "plain": ("equal", 1, False),
+    "cached": ("equal", 2, False),
+    "packed_mask": ("equal", 1, False),
+    "beams": ("equal", 1, True),
+}
+
+
+def lost(proof: Proof, cases: list[str] | None = None) -> list[str]:
+    return [one.case for one in table.with_losses(proof, cases).outcomes if one.verdict == "lost"]
+
+
+def test_nothing_is_lost_where_the_same_cases_run(recorded: Path) -> None:
+    assert lost(proof_of(RAN)) == []
+    assert lost(proof_of(RAN, "4.57.6")) == []  # older than the table knows
+
+
+@pytest.mark.parametrize(
+    ("case", "now"),
+    [
+        ("cached", ("not applicable", 0, False)),  # its argument was renamed
+        ("cached", ("untested", 0, False)),
+        ("cached", ("equal", 1, False)),  # one comparison of two
+        ("plain", ("equal", 1, True)),  # eager attention has become wrong as well
+        ("packed_mask", ("not applicable", 0, False)),  # it ran, though it was refused
+    ],
+)
+def test_a_case_that_ran_and_does_not_is_lost(recorded: Path, case: str, now: tuple[Verdict, int, bool]) -> None:
+    found = proof_of({**RAN, case: now})
+    assert found.ok
+    assert lost(found) == [case]
+    assert lost(found, ["beams"]) == []
+    assert table.with_losses(found).verdict == "lost"
+    assert not table.with_losses(found).ok
+
+
+def test_what_is_worse_than_lost_stays(recorded: Path) -> None:
+    verdicts: tuple[Verdict, ...] = ("wrong", "crashed")
+    for verdict in verdicts:
+        assert table.with_losses(proof_of({**RAN, "cached": (verdict, 1, False)})).verdict == verdict
+
+
+def test_a_class_is_lost_as_a_whole(recorded: Path) -> None:
+    assert lost(Proof("a", "5.1.0", no_recipe="no inputs found")) == ["all"]
+    assert lost(Proof("a", "5.1.0", (Outcome("Other", "plain", "equal", compared=1),))) == ["all"]
+    refused = Proof("a", "5.1.0", (Outcome("A", "load", "refused"),))  # no model of it can be loaded: nothing is silent
+    missing = Proof("a", "5.1.0", no_recipe="it needs timm, but it was not found in your environment")
+    assert lost(refused) == lost(missing) == []
+
+
+def test_a_reviewed_loss_is_accepted_between_its_releases(recorded: Path) -> None:
+    found = {name: RAN[name] for name in RAN if name != "cached"}
+    (recorded.parent / "lost.json").write_text('{"a": {"5.2": {"cached": "it has no cache any more"}}}')
+    assert lost(proof_of(found, "5.1.0")) == ["cached"]
+    assert lost(proof_of(found, "5.2.0")) == lost(proof_of(found, "5.3.0")) == []
+    assert lost(proof_of({**found, "plain": ("untested", 0, False)}, "5.2.0")) == ["plain"]
+
+
+def test_types_that_are_gone(recorded: Path) -> None:
+    assert [name for name, _ in table.vanished(["a"], "5.1.0")] == ["b"]
+    (recorded.parent / "lost.json").write_text('{"b": {"5.1": {"all": "part of a"}}}')
+    assert table.vanished(["a"], "5.1.0") == []
+
+
+def test_the_table_itself_loses_nothing_that_was_not_reviewed() -> None:
+    """From each release to the next: all types, and the cases that ran where both are known."""
+    releases = table.releases()
+    for before, release in itertools.pairwise(releases):
+        gone = table._table()[before].keys() - table._table()[release].keys()
+        assert {name for name in gone if not table._accepted(name, "all", before, release)} == set(), release
+    known = sorted(table._ran(), key=Version)
+    for before, release in itertools.pairwise(known):
+        for name, classes in table._ran()[before].items():
+            now, verdicts = table._ran()[release].get(name, {}), table.known(release).get(name, {})
+            for owner, entries in classes.items():
+                if "load" in verdicts.get("refused", ()) and owner not in now:
+                    continue
+                there = {one.rstrip("?").partition("*")[0]: one for one in now.get(owner, ())}
+                for entry in entries:
+                    case, count, apart = taken_apart(entry)
+                    _, compared, disagrees = taken_apart(there.get(case, f"{case}*0"))
+                    found = Outcome(owner, case, "equal", compared=compared, apart=disagrees)
+                    assert not table._loss(found, count, apart, before) or table._accepted(
+                        name, case, before, release
+                    ), (name, owner, release, entry)
+
+
+def taken_apart(entry: str) -> tuple[str, int, bool]:
+    """A case that ran, as in the table: its name, the number of comparisons, and whether eager attention disagrees."""
+    case, _, count = entry.rstrip("?").partition("*")
+    return case, int(count or 1), entry.endswith("?")
+
+
+def test_what_ran_is_kept_for_each_release_in_the_file(recorded: Path) -> None:
+    table.record([proof_of(RAN, "5.1.0")], recorded)
+    table.record([proof_of(RAN, "5.2.0")], recorded)
+    ran = table._read(recorded)[1]
+    assert ran["5.0"] == {"a": {"A": ["plain", "cached*2", "packed_mask", "beams?"]}}
+    assert ran["5.1"] == ran["5.2"] == ran["5.0"]
+    assert '"a": {"5.0-5.2": {"A": 0}}' in recorded.read_text()

@@ -49,7 +49,7 @@ class Proofs(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong, nothing crashed, and enough model types were proven."""
+        """Whether nothing is wrong, crashed or lost, and enough model types were proven."""
         return not self.interrupted and all(proof.ok for proof in self.proofs) and self.covered >= self.least_covered
 
 
@@ -136,12 +136,25 @@ def find(arguments: argparse.Namespace) -> Proofs:
             )
     except KeyboardInterrupt:
         interrupted = True
+    if arguments.all and not interrupted:
+        proofs += _vanished(known, str(transformers.__version__))
     proofs[len(configs) :] = sorted(proofs[len(configs) :], key=lambda proof: proof.model_type)
     least = _COVERED if arguments.release_check else 0.0
     found = Proofs(str(transformers.__version__), tuple(proofs), least, interrupted)
     if arguments.json_file:
         _write(arguments.json_file, json.dumps(as_json(found), indent=1, sort_keys=True) + "\n")
     return found
+
+
+def _vanished(known: Sequence[str], version: str) -> list[Proof]:
+    """A proof that is lost for each model type that the last release in the table has, and this one doesn't."""
+    from ..proving import Outcome, Proof
+    from ..proving.table import EVERYTHING, vanished
+
+    return [
+        Proof(name, version, (Outcome("", EVERYTHING, "lost", reason=reason),))
+        for name, reason in vanished(known, version)
+    ]
 
 
 @contextmanager
@@ -223,13 +236,14 @@ def show(console: Console, found: Proofs) -> None:
     """Print a line for each case that isn't equal, and the summary."""
     from ..proving import summary
 
-    colours = {"wrong": "bold red", "crashed": "bold red", "refused": "yellow", "no recipe": "yellow"}
+    red = dict.fromkeys(("wrong", "crashed", "lost"), "bold red")
+    colours = {**red, **dict.fromkeys(("refused", "untested", "no recipe"), "yellow")}
     for proof in found.proofs:
         line = f"{proof.model_type}: {proof.verdict}" + (f" ({proof.no_recipe})" if proof.no_recipe else "")
         print_text(console, line, colours.get(proof.verdict, ""))
         everything = len(found.proofs) == 1
         for outcome in proof.outcomes:
-            if everything or outcome.verdict in ("wrong", "crashed", "refused"):
+            if everything or outcome.verdict in (*red, "refused", "untested"):
                 number = f" {outcome.difference:.1e}" if outcome.difference is not None else ""
                 reason = f": {outcome.reason}" if outcome.reason else ""
                 text = f"  {outcome.model} {outcome.case} {outcome.verdict}{number}{reason}"

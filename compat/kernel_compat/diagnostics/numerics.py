@@ -25,8 +25,8 @@ from ..kernels.catalog import TRANSFORMERS
 
 __all__ = ["CaseResult", "CheckReport", "NameResult", "run"]
 
-Verdict = Literal["right", "WRONG", "failed", "not usable"]
-CaseVerdict = Literal["right", "WRONG", "failed", "skipped"]
+Verdict = Literal["right", "WRONG", "failed", "lost", "not usable"]
+CaseVerdict = Literal["right", "WRONG", "failed", "lost", "skipped"]
 #: Called with the name that runs next, its position from 1, and the number of names.
 Progress = Callable[[str, int, int], None]
 
@@ -37,7 +37,8 @@ class CaseResult:
 
     Attributes:
         case: the name of the case.
-        verdict: ``skipped`` if the kernel lacks a feature that the case needs, ``failed`` if it raised.
+        verdict: ``skipped`` if the kernel lacks a feature that the case needs, ``lost`` if its installed version should have that
+            feature, ``failed`` if the case raised.
         errors: relative errors of ``output``, ``dq``, ``dk``, ``dv`` and ``dsinks``: the norm of the difference over the norm of the
             reference. Without gradients if the kernel has no backward.
         max_abs: the largest absolute difference of any element.
@@ -99,7 +100,7 @@ class CheckReport:
     @property
     def ok(self) -> bool:
         """Whether every name that can run is right, every needed shim is applied and there are no problems."""
-        wrong = any(result.verdict in ("WRONG", "failed") for result in self.names)
+        wrong = any(result.verdict in ("WRONG", "failed", "lost") for result in self.names)
         return self.installation.ok and not self.problems and not wrong
 
 
@@ -265,7 +266,7 @@ def _check_name(name: str, report: Report, failed: Mapping[str, str]) -> NameRes
     device, dtype = place
     cases = tuple(_check_case(case, subject, device, dtype) for case in CASES)
     verdicts = {case.verdict for case in cases}
-    worst_first: tuple[Literal["WRONG", "failed", "right"], ...] = ("WRONG", "failed", "right")
+    worst_first: tuple[Literal["WRONG", "failed", "lost", "right"], ...] = ("WRONG", "failed", "lost", "right")
     verdict: Verdict = next((verdict for verdict in worst_first if verdict in verdicts), "not usable")
     why = tuple(dict.fromkeys(case.reason for case in cases)) if verdict == "not usable" else ()
     dtype_name = str(dtype).removeprefix("torch.")
@@ -279,6 +280,7 @@ class _Subject:
         self.name = name
         self.entry = registered_attention().get(name)
         self.sdpa = kernel is None
+        self.kernel = kernel
         self.forward: Callable[..., Any]
         if kernel is None:
             features = replace(TRANSFORMERS["sdpa"], dtypes=("float32",), devices=("cuda", "cpu"), varlen=True)
@@ -297,6 +299,11 @@ class _Subject:
         if self.entry and self.entry.mask and case.layout.startswith("padded"):
             return "its own mask function decides the mask"
         return next((f"no {feature}" for feature in case.needs if not getattr(self.features, feature)), None)
+
+    def lost(self, case: Case) -> list[str]:
+        """The features that a case needs, and that the kernel's installed version should have."""
+        own = self.entry is None or self.entry.forward is None
+        return [name for name in case.needs if self.kernel is not None and own and name in self.kernel.lost]
 
     def mask_and_options(self, case: Case, visible: Any) -> tuple[Any, dict[str, Any]]:
         """The mask and the keywords that transformers passes for a case; `visible` is its mask of every row in full."""
@@ -365,6 +372,10 @@ def _tolerance(device: str, dtype: Any) -> float:
 def _check_case(case: Case, subject: _Subject, device: str, dtype: Any) -> CaseResult:
     import torch
 
+    if lost := subject.lost(case):
+        return CaseResult(
+            case.name, "lost", reason=f"the installed version has {', '.join(lost)}, its functions don't take it"
+        )
     if reason := subject.skip_because(case):
         return CaseResult(case.name, "skipped", reason=reason)
     features = subject.features

@@ -28,6 +28,8 @@ class Kernel:
         self._features: Features | None = None
         #: The provider it was loaded from, its version, and the features it had there before it was imported.
         self._loaded: tuple[Provider, str | None, Features] | None = None
+        #: The features of the installed version that its functions turned out not to take. Known once it is loaded.
+        self.lost: tuple[str, ...] = ()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -94,6 +96,10 @@ class Kernel:
             raise KernelUnavailableError(self.name, [reason], provider.install) from error
         declared = provider.features_in(environment)
         masked = provider.masked(module)
-        self._features, functions = adapt(self.name, raw, provider.refine(module, declared), provider, masked)
+        refined = provider.refine(module, declared)
+        self._features, functions = adapt(self.name, raw, refined, provider, masked)
+        if provider.declared:
+            expected = declared if provider.bundled else refined  # a package may be built without some
+            self.lost = tuple(name for name in expected.names() if not getattr(self._features, name))
         self._loaded = (provider, environment.packages.get(provider.distribution), declared)
         return functions

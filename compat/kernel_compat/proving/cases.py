@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention.roles import CACHE, LAYER_CACHE, USE_CACHE, cache_returned
 from ..attention.unpadding.batch import Request
 from ..attention.unpadding.call import FLAG, head_of
 from ..attention.unpadding.layers import remove_hooks
 from ..errors import UnsupportedFeatureError
 from .inputs import BATCH, LENGTH, LENGTHS, SOUND, padding, sound_padding, tokens
 from .outcomes import PADDING_FREE
-from .subject import NotApplicableError, Subject, forward, main_output, training
+from .subject import NotApplicableError, Subject, UntestedError, forward, main_output, training
 
 __all__ = ["CASES", "GRADIENTS", "OUTPUTS", "QUICK", "Comparison"]
 
@@ -281,13 +282,20 @@ _CACHE_DIFFERS = "eager attention with a cache differs from the full forward"
 
 def _need_cache(subject: Subject) -> None:
     _need_decoder(subject)
-    _need("past_key_values" in subject.names, "its forward takes no past_key_values")
+    if CACHE.spelled(subject.names) is None:
+        _need(LAYER_CACHE.spelled(subject.names) is None, "its cache holds the states of recurrences alone")
+        signs = sorted(name for name in subject.names if "cache" in name or name in USE_CACHE.spellings)
+        if signs:
+            raise UntestedError(f"its forward takes {', '.join(signs)}, but no cache under a known name")
+        raise NotApplicableError("its forward takes no cache")
 
 
 def _continued(
     subject: Subject, steps: tuple[int, ...], cache: Callable[[Any], Any] | None = None, mask: Tensor | None = None
 ) -> Callable[[Any], Tensor]:
     """A function that returns the outputs of a sequence computed in steps of these lengths against one cache."""
+    name_of_cache = CACHE.spelled(subject.names)
+    assert name_of_cache is not None
 
     def run(model: Any) -> Tensor:
         past = cache(model) if cache is not None else None
@@ -296,7 +304,7 @@ def _continued(
             inputs = {name: value[:, begin:end] for name, value in subject.inputs.items() if isinstance(value, Tensor)}
             inputs["use_cache"] = True
             if past is not None:
-                inputs["past_key_values"] = past
+                inputs[name_of_cache] = past
             if mask is not None:
                 inputs["attention_mask"] = mask[:, :end]
                 if "position_ids" in subject.names:
@@ -304,8 +312,9 @@ def _continued(
             if cache is not None and "cache_position" in subject.names:
                 inputs["cache_position"] = torch.arange(begin, end)
             output = forward(model, inputs)
-            past = output.past_key_values
-            _need(past is not None, "it returns no cache")
+            past = cache_returned(output)
+            if past is None:
+                raise UntestedError("it returns no cache under a known name")
             parts.append(main_output(output))
         return torch.cat(parts, 1)
 
@@ -329,7 +338,7 @@ def _static(model: Any) -> Any:
     try:
         return StaticCache(config=config, max_cache_len=LENGTH + 6, **places)
     except Exception as error:
-        raise NotApplicableError(f"StaticCache: {error}") from error
+        raise UntestedError(f"StaticCache: {error}") from error
 
 
 def _cached_static(subject: Subject) -> Iterator[Comparison]:
@@ -364,6 +373,9 @@ def _generated(subject: Subject, **options: Any) -> Iterator[Comparison]:
     if subject.takes("attention_mask") and subject.has_tokens:
         inputs["attention_mask"] = padding("left", *subject.shape)
     greedy = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    begins = subject.eager.generation_config
+    if subject.is_encoder_decoder and begins.decoder_start_token_id is None and begins.bos_token_id is None:
+        greedy["decoder_start_token_id"] = 0
 
     def run(model: Any) -> Tensor:
         torch.default_generator.manual_seed(0)
@@ -602,8 +614,15 @@ def _cross_attention(subject: Subject) -> Iterator[Comparison]:
 def _image(subject: Subject) -> Iterator[Comparison]:
     """An image in every row of text, and the same with padding on the left."""
     inputs = subject.inputs_with_images
-    _need(inputs is not None, "it takes no image beside text, or none was found that fits")
-    assert inputs is not None
+    if (
+        inputs is None
+        and "pixel_values" in subject.names
+        and subject.has_tokens
+        and "pixel_values" not in subject.inputs
+    ):
+        raise UntestedError("no image was found that fits")
+    if inputs is None:
+        raise NotApplicableError("it takes no image beside text")
     cached = _run(inputs)
     inputs = {**inputs, **_no_cache(subject)}
     # Up to 5.2 eager attention without a cache mistakes the rows of M-RoPE positions for packed sequences.
@@ -615,7 +634,7 @@ def _image(subject: Subject) -> Iterator[Comparison]:
         yield Comparison(_kept({**inputs, "attention_mask": mask}, mask))
 
 
-#: Functions that yield the comparisons of a subject, or raise NotApplicableError.
+#: Functions that yield the comparisons of a subject, or raise NotApplicableError or UntestedError.
 CASES: dict[str, Callable[[Subject], Iterable[Comparison]]] = {
     "plain": lambda subject: [Comparison(_full(subject))],
     "padded_left": partial(_padded, side="left"),

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention.roles import CACHE
+
 __all__ = [
     "BATCH",
     "LENGTH",
@@ -48,7 +50,7 @@ _OPTIONAL = (
     ("input_features", "input_features_mask"),
     ("states", "actions", "rewards", "returns_to_go", "timesteps"),
     ("inputs_embeds",),
-    ("past_key_values",),
+    *((spelling,) for spelling in CACHE.spellings),
     ("frame_idx",),
 )
 
@@ -324,7 +326,7 @@ _VALUES: dict[str, Callable[[Maker, dict[str, Any]], Iterable[Any]]] = {
     "inputs_embeds": _normal(BATCH, LENGTH, ("hidden_size", 64)),
     "noise_embeds": _normal(BATCH, LENGTH, ("hidden_size", 64)),
     "context_hidden_states": _context,
-    "past_key_values": _draft_cache,
+    **dict.fromkeys(CACHE.spellings, _draft_cache),
     "latents": _normal(BATCH, ("hidden_size", 64), LENGTH),
     "pixel_values": _images,
     "pixel_values_videos": _images,

@@ -60,7 +60,10 @@ def require_proof(model: Any, name: str, unproven: str) -> None:
     proof = _proof(owner, model.config, foreign)
     if wrong := sorted({outcome.case for outcome in proof.outcomes if outcome.verdict == "wrong"}):
         raise _wrong(owner, name, wrong)
-    if proof.no_recipe:
+    if lost := [f"{outcome.case}: {outcome.reason}" for outcome in proof.outcomes if outcome.verdict == "lost"]:
+        why = f"cases that ran on an earlier release can't be tried on this one ({'; '.join(lost)})"
+        raise AttentionRefusedError(name, owner.__name__, f"the attention name {name!r}", f"{why}. Use 'eager'.")
+    if proof.no_recipe or proof.verdict == "untested":
         how = f"under {name!r} as with eager attention"
         _report_unproven(
             owner,
@@ -109,7 +112,8 @@ def _is_importable(kind: type) -> bool:
 def _report_unproven(
     owner: type, how: str, proof: Proof, unproven: str, error: Callable[[str], UnsupportedFeatureError]
 ) -> None:
-    message = f"{owner.__name__} isn't proven to compute the same {how}: no tiny model of it could be made ({proof.no_recipe})"
+    why = proof.no_recipe or "; ".join(dict.fromkeys(one.reason for one in proof.outcomes))
+    message = f"{owner.__name__} isn't proven to compute the same {how}: no tiny model of it could be made ({why})"
     if unproven == "refuse":
         raise error(f"{message}. install(unproven='allow') takes it as it is.")
     warnings.warn(f"{message}. Compare the two yourself, or pass install(unproven=...).", stacklevel=3)

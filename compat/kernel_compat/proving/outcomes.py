@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["PADDING_FREE", "WORST_FIRST", "Outcome", "Proof", "Verdict", "summary"]
+__all__ = ["PADDING_FREE", "RAN", "WORST_FIRST", "Outcome", "Proof", "Verdict", "summary"]
 
-Verdict = Literal["equal", "refused", "wrong", "crashed", "not applicable"]
+Verdict = Literal["equal", "refused", "wrong", "crashed", "lost", "untested", "not applicable"]
 #: The case of `kernel_compat.models.padding_free`, which refuses a model that isn't equal in it. An attention name doesn't depend on it.
 PADDING_FREE = "padding_free"
-WORST_FIRST: tuple[Verdict, ...] = ("wrong", "crashed", "refused", "equal", "not applicable")
+WORST_FIRST: tuple[Verdict, ...] = ("wrong", "crashed", "lost", "refused", "equal", "untested", "not applicable")
+#: The verdicts of a case that ran.
+RAN: tuple[Verdict, ...] = ("wrong", "crashed", "refused", "equal")
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,14 @@ class Outcome:
         model: the model class.
         case: the case's name.
         verdict: ``equal``; ``refused``, with an error of this library that says why; ``wrong``; ``crashed``, with any other
-            error where eager attention works; ``not applicable``, if eager attention or the model can't do the case.
+            error where eager attention works; ``lost``, if it ran on an earlier release and doesn't run here; ``untested``, if
+            eager attention raises in it, or the prover can't make its inputs; ``not applicable``, if the model lacks what it is
+            about.
         difference: the largest relative difference that was measured.
         tolerance: the relative difference that was allowed.
         reason: why it isn't equal, or a remark.
+        compared: the number of its comparisons that were made.
+        apart: whether eager attention differs from another result that it should agree with, such as that without a cache.
     """
 
     model: str
@@ -37,6 +43,8 @@ class Outcome:
     difference: float | None = None
     tolerance: float | None = None
     reason: str = ""
+    compared: int = 0
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,14 +68,14 @@ class Proof:
     @property
     def verdict(self) -> Verdict | Literal["no recipe"]:
         """The worst verdict of its outcomes."""
-        if self.no_recipe:
+        if self.no_recipe and not self.outcomes:
             return "no recipe"
         return min((outcome.verdict for outcome in self.outcomes), key=WORST_FIRST.index, default="not applicable")
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong and nothing crashed."""
-        return self.verdict not in ("wrong", "crashed")
+        """Whether nothing is wrong, crashed or lost."""
+        return self.verdict not in ("wrong", "crashed", "lost")
 
     def to_json(self) -> dict[str, Any]:
         """A JSON document, the same on every machine: without the time, and with differences only where they are wrong."""
@@ -102,5 +110,6 @@ def summary(proofs: Iterable[Proof]) -> dict[str, int]:
     verdicts = [proof.verdict for proof in proofs]
     counts = Counter(verdicts)
     return {"tried": len(verdicts)} | {
-        verdict: counts[verdict] for verdict in ("equal", "refused", "wrong", "crashed", "not applicable", "no recipe")
+        verdict: counts[verdict]
+        for verdict in ("equal", "refused", "wrong", "crashed", "lost", "untested", "not applicable", "no recipe")
     }

@@ -23,17 +23,19 @@ from ..kernels import known_kernels
 from . import recipes
 from .architectures import classes_of
 from .cases import CASES, Comparison
-from .outcomes import PADDING_FREE, WORST_FIRST, Outcome, Proof, Verdict
+from .outcomes import PADDING_FREE, RAN, WORST_FIRST, Outcome, Proof, Verdict
 from .subject import (
     CountedKernel,
     NoRecipeError,
     NotApplicableError,
     RefusedToLoadError,
     Subject,
+    UntestedError,
     describe,
     distance,
     is_refusal,
 )
+from .table import with_losses
 from .tiny import LEVELS, shrink
 from .underway import nothing_to_prove
 
@@ -43,14 +45,14 @@ __all__ = ["prove_config", "prove_type"]
 NAME = "kernel_compat_proof_flash"
 #: The tolerance, as a multiple of the change that rounding errors in the weights make in the eager model.
 _SENSITIVITY = 10
-#: If rounding errors alone make a larger difference, the case is not applicable.
+#: If rounding errors alone make a larger difference, the case is untested.
 _UNDECIDABLE = 1e-2
 #: If attention changes the output by less, errors in attention may go unseen.
 _SHARE_TO_SEE = 1e-3
 
 
 def prove_type(model_type: str, cases: Sequence[str] | None = None, *, attn_implementation: str | None = None) -> Proof:
-    """Prove a model type of transformers on tiny models of its classes.
+    """Prove a model type of transformers on tiny models of its classes; cases that ran on an earlier release and don't here are lost.
 
     Args:
         model_type: ``config.model_type``.
@@ -64,7 +66,8 @@ def prove_type(model_type: str, cases: Sequence[str] | None = None, *, attn_impl
 
     if model_type not in CONFIG_MAPPING_NAMES:
         raise ValueError(f"transformers has no model type {model_type!r}")
-    return _proof(model_type, lambda problems: _default_configs(model_type, problems), cases, attn_implementation)
+    made = _proof(model_type, lambda problems: _default_configs(model_type, problems), cases, attn_implementation)
+    return with_losses(made, cases)
 
 
 def prove_config(
@@ -261,9 +264,13 @@ def _outcome(subject: Subject, case: str) -> Outcome:
         outcomes.extend(_compare(subject, comparison, result) for comparison in CASES[case](subject))
     except NotApplicableError as error:
         outcomes.append(result("not applicable", reason=str(error)))
+    except UntestedError as error:
+        outcomes.append(result("untested", reason=str(error)))
     except Exception as error:  # raised by the eager model as the case is prepared
-        outcomes.append(result("not applicable", reason=f"eager: {describe(error)}"))
+        outcomes.append(result("untested", reason=f"eager: {describe(error)}"))
     worst = min(outcomes, key=lambda one: (WORST_FIRST.index(one.verdict), -(one.difference or 0.0)))
+    compared = sum(one.verdict in RAN for one in outcomes)
+    worst = replace(worst, compared=compared, apart=any(one.apart for one in outcomes))
     if case == PADDING_FREE and worst.verdict in ("wrong", "crashed"):
         differs = worst.verdict == "wrong" and worst.difference is not None
         how = f"its results would differ by {worst.difference:.0e}" if differs else worst.reason
@@ -274,18 +281,18 @@ def _outcome(subject: Subject, case: str) -> Outcome:
 def _compare(subject: Subject, comparison: Comparison, result: Callable[..., Outcome]) -> Outcome:
     try:
         expected = comparison.expected(subject.eager)
-    except NotApplicableError:
+    except (NotApplicableError, UntestedError):
         raise
     except Exception as error:
-        return result("not applicable", reason=f"eager: {describe(error)}")
+        return result("untested", reason=f"eager: {describe(error)}")
     if not bool(expected.isfinite().all()):
-        return result("not applicable", reason="eager: its output isn't finite")
+        return result("untested", reason="eager: its output isn't finite")
     if expected.numel() == 0 or float(expected.norm()) == 0:
-        return result("not applicable", reason="eager: its output is zero")
+        return result("untested", reason="eager: its output is zero")
     run = comparison.found or comparison.expected
     try:
         found = run(subject.named)
-    except NotApplicableError:
+    except (NotApplicableError, UntestedError):
         raise
     except Exception as error:
         if is_refusal(error):
@@ -294,7 +301,7 @@ def _compare(subject: Subject, comparison: Comparison, result: Callable[..., Out
             run(subject.eager)
         except Exception as same:
             if type(same) is type(error):
-                return result("not applicable", reason=f"eager: {describe(same)}")
+                return result("untested", reason=f"eager: {describe(same)}")
         return result("crashed", reason=f"{describe(error)} ({_place(error)})")
     note = ""
     if comparison.also is not None:
@@ -305,6 +312,7 @@ def _compare(subject: Subject, comparison: Comparison, result: Callable[..., Out
             apart = 0.0
         if apart > _allowed(subject, comparison, apart):
             note = f"{comparison.note} by {apart:.0e}"
+            result = partial(result, apart=True)
             if distance(found, alone) < distance(found, expected):
                 expected = alone
     try:
@@ -316,7 +324,7 @@ def _compare(subject: Subject, comparison: Comparison, result: Callable[..., Out
         return result("equal", difference, allowed, note)
     if allowed >= _UNDECIDABLE:
         reason = f"rounding errors of the weights alone make a difference of {allowed / _SENSITIVITY:.0e}"
-        return result("not applicable", difference, allowed, reason)
+        return result("untested", difference, allowed, reason)
     return result("wrong", difference, allowed, note)
 
 

@@ -23,7 +23,15 @@ from .images import image_inputs
 from .inputs import LENGTH, Fresh, candidates, parameters, sound_padding, vocabulary_of
 from .weights import perturbed, randomize
 
-__all__ = ["CountedKernel", "NoRecipeError", "NotApplicableError", "RefusedToLoadError", "Subject", "main_output"]
+__all__ = [
+    "CountedKernel",
+    "NoRecipeError",
+    "NotApplicableError",
+    "RefusedToLoadError",
+    "Subject",
+    "UntestedError",
+    "main_output",
+]
 
 #: Scales of the random weights, in the order of trying; None keeps the initial weights.
 _SCALES = (2.0, 1.0, 0.5, None)
@@ -47,7 +55,11 @@ class NoRecipeError(Exception):
 
 
 class NotApplicableError(Exception):
-    """The model, or eager attention, can't do a case."""
+    """The model lacks what a case is about."""
+
+
+class UntestedError(Exception):
+    """The prover can't make the inputs of a case."""
 
 
 class RefusedToLoadError(Exception):

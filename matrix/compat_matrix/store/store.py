@@ -7,7 +7,7 @@ import re
 import secrets
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..results import CellResult, Figure, Measured, Past, Run, State, Summary
 from ..words import plural
 from . import database, foreign, inserts, queries
 from .foreign import check_schema
-from .models import CELL, FAILED, NODEID, PLANNED, RESULT, RUN, TEST
+from .models import CELL, FAILED, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 
 
 class Store(AbstractContextManager["Store"]):
@@ -264,6 +264,38 @@ class Store(AbstractContextManager["Store"]):
         """The environment in the result of a cell that counts; empty if it has none."""
         rows = self.rows(queries.of_result(queries.ENVIRONMENT), **queries.named(run, cell))
         return dict(queries.environment_of(rows[0].content if rows else None))
+
+    def lost_tests(
+        self, run: str, pairs: Callable[[Collection[Cell]], Iterable[tuple[Cell, Cell]]]
+    ) -> list[tuple[Cell, Cell, dict[str, str]]]:
+        """The tests that ran in one cell of a run and not in another, in the results that count.
+
+        Args:
+            pairs: called with the cells in which tests ran; returns pairs of the other cell and the one.
+
+        Returns:
+            The pair, and the reasons of the tests that were skipped in the other cell by name, empty for those it hasn't.
+        """
+        counting = queries.first(RESULT.c.id.label("key"), where=queries.of_run(run))
+        found = []
+        with self.reading() as connection:
+            keys = {queries.cell_of(row): row.key for row in connection.execute(counting) if row.key is not None}
+            ran: dict[int, set[int]] = {}
+            for some in queries.chunks(keys.values()):
+                query = select(TEST.c.result_id, TEST.c.nodeid_id).where(TEST.c.outcome != "skipped")
+                for result, test in connection.execute(query.where(TEST.c.result_id.in_(some))):
+                    ran.setdefault(result, set()).add(test)
+            for other, one in pairs([cell for cell, key in keys.items() if key in ran]):
+                said: dict[str, str] = {}
+                own = and_(TEST.c.nodeid_id == NODEID.c.id, TEST.c.result_id == keys[other])
+                query = select(NODEID.c.name, TEXT.c.content).select_from(NODEID).outerjoin(TEST, own)
+                query = query.outerjoin(TEXT, TEXT.c.id == TEST.c.message_id)
+                for some in queries.chunks(ran[keys[one]] - ran[keys[other]]):
+                    rows = connection.execute(query.where(NODEID.c.id.in_(some)))
+                    said |= {name: message or "" for name, message in rows}
+                if said:
+                    found.append((other, one, dict(sorted(said.items()))))
+        return found
 
     def figures(self, run: str) -> dict[Cell, list[Figure]]:
         """The figures of a run, by cell, sorted by name: those of the results that count."""

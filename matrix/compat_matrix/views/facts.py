@@ -88,12 +88,21 @@ class MeasuredCell(CellState):
     figures: list[Figure]
 
 
+class LostTests(Model):
+    """The tests that ran in a cell's neighbour, the cell with the release before, and not in the cell, each with the reason."""
+
+    cell: NamedCell
+    neighbour: NamedCell
+    tests: dict[Output, Output]
+
+
 class ShownRun(Model):
-    """A run with its parts and its cells."""
+    """A run with its parts, its cells, and the tests that ran on the release before and not on the next."""
 
     run: Run
     parts: list[Run]
     cells: list[MeasuredCell]
+    lost: list[LostTests] = []
 
 
 @dataclass(frozen=True, kw_only=True)

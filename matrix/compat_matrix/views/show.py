@@ -13,7 +13,7 @@ from ..errors import MatrixError
 from ..results import Figure
 from ..store import Past, Store, Summary
 from ..words import plural
-from . import common, trend
+from . import common, lost, trend
 from .facts import MeasuredCell, ShownRun, as_json
 
 _LEGEND = (
@@ -27,12 +27,13 @@ def run(arguments: argparse.Namespace) -> int:
     with Store.open(arguments.store, create=False) as store:
         name = store.resolve(arguments.chosen)
         parts, summary = store.parts(name), store.summary(name, brief=not arguments.json)
+        gone = lost.tests(store, name) if arguments.json or arguments.figure is None else []
         figures = store.figures(name) if arguments.json or arguments.figure is not None else {}
     found = common.whole(parts)
     if arguments.json:
         every = [Past(cell, found, summary[cell]) for cell in common.ordered(summary)]
         cells = [MeasuredCell.of(one, figures=figures.get(one.cell, [])) for one in every]
-        print(as_json(ShownRun(run=found, parts=parts, cells=cells), indent=2))
+        print(as_json(ShownRun(run=found, parts=parts, cells=cells, lost=gone), indent=2))
         return 0
     state = common.one_line(found.state) + (f", in {len(parts)} parts" if len(parts) > 1 else "")
     counts = common.counted(one.state for one in summary.values())
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         looks |= {cell: (trend.number(one.value, one.unit), "") for cell, one in chosen.items()}
     grids = [*_grids(looks)]
     reasons = [*_reasons(summary, looks)] if arguments.figure is None else []
-    common.show([*lines, *grids, *reasons, *([Text(), Text(_LEGEND, "dim")] if grids else [])])
+    common.show([*lines, *grids, *reasons, *lost.lines(gone), *([Text(), Text(_LEGEND, "dim")] if grids else [])])
     return 0
 
 
