@@ -179,27 +179,30 @@ def _ran_in(outcomes: Iterable[Outcome]) -> Ran:
 # Losses.
 
 
-def with_losses(proof: Proof, cases: Sequence[str] | None = None) -> Proof:
+def with_losses(proof: Proof, cases: Sequence[str] | None = None, owner: str | None = None) -> Proof:
     """The proof of a model type, in which cases are lost that ran on the last release of which the table knows it.
 
     Args:
-        proof: of all classes of the type.
+        proof: of all classes of the type, or of one.
         cases: the cases that were tried; None for all.
+        owner: the name of the class, for a proof of one.
     """
     crashed = any(one.case == EVERYTHING for one in proof.outcomes)
     if crashed or _NOT_INSTALLED in proof.no_recipe:
         return proof
     before, classes = _before(proof.model_type, proof.transformers)
     outcomes = list(proof.outcomes)
-    for owner, ran in classes.items():
-        own = {one.case: number for number, one in enumerate(outcomes) if one.model == owner}
+    if owner is not None:
+        classes = {owner: classes[owner]} if owner in classes else {}
+    for name, ran in classes.items():
+        own = {one.case: number for number, one in enumerate(outcomes) if one.model == name}
         if "load" in own:
             continue
         for entry in ran if own else [EVERYTHING]:
             case, _, count = entry.rstrip("?").partition("*")
             if own and cases is not None and case not in cases:
                 continue
-            missing = Outcome(owner, case, "not applicable", reason=proof.no_recipe or "the type has no such class")
+            missing = Outcome(name, case, "not applicable", reason=proof.no_recipe or "the type has no such class")
             found = outcomes[own[case]] if case in own else missing
             reason = _loss(found, int(count or 1), entry.endswith("?"), before)
             if reason and not _accepted(proof.model_type, case, before, proof.transformers):
