@@ -224,6 +224,8 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
     if in_full and not (call.bias is None and _reducible(call, context)):
         return _any_mask(functions.masked_attention, call, context)
     reduced, own = _resolve_mask(call, context)
+    if reduced.from_4d and own is not None and call.query.shape[1] > 1 and _made_in_full(call, own):
+        _require_separation(call, own)  # chunks, say, which are counted along the row, look like packed sequences
     if reduced.kv_len != call.key.shape[1]:
         call = call._replace(key=call.key[:, : reduced.kv_len], value=call.value[:, : reduced.kv_len])
     window = reduced.window

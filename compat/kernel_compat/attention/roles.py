@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 __all__ = [
     "ATTENTION_ARGUMENTS",
     "CACHE",
@@ -87,6 +85,7 @@ ATTENTION_ARGUMENTS = frozenset(
             "output_router_logits",
             "return_dict",
             "shift_labels",
+            "ignore_index",
         ),
         *USE_CACHE.spellings,
         *("module", "query", "key", "value", *MASK.spellings, *POSITIONS.spellings, "scaling", "dropout", "softcap"),
@@ -95,6 +94,12 @@ ATTENTION_ARGUMENTS = frozenset(
         *("block_table", "k_cache", "v_cache"),  # added by the paged cache in a layer, from 5.24 on
     }
 )
+
+
+def _is_compiling() -> bool:
+    import torch  # here: shims declare roles without torch
+
+    return torch.compiler.is_compiling()
 
 
 def is_cache(value: Any) -> bool:
@@ -111,7 +116,7 @@ def is_paged(value: Any) -> bool:
 def cache_of(values: Mapping[str, Any]) -> Any:
     """The cache among a model's arguments by name: by its role, or else by its type."""
     found = CACHE.of(values)
-    if found is not None or torch.compiler.is_compiling():
+    if found is not None or _is_compiling():
         return found
     return next(filter(is_cache, values.values()), None)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from packaging.version import Version
 
-from ..versions import minor
+from ..versions import minor, within
 from .outcomes import PADDING_FREE, RAN, Outcome
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _loss(found: Outcome, compared: int, apart: bool, before: str) -> str:
 
 def vanished(model_types: Iterable[str], version: str) -> list[tuple[str, str]]:
     """The model types that the last release in the table has and that aren't among these, each with the reason why it is lost."""
-    order = [release for release in releases() if Version(release) <= Version(minor(version))]
+    order = [release for release in releases() if within(release, f"<={minor(version)}")]
     if not order:
         return []
     gone = sorted(_table()[order[-1]].keys() - set(model_types))
@@ -241,7 +241,7 @@ def vanished(model_types: Iterable[str], version: str) -> list[tuple[str, str]]:
 
 def _before(model_type: str, version: str) -> tuple[str, Ran]:
     """The last release, up to this one, of which the cases are known that ran, and those of a type."""
-    order = [release for release in _ran() if Version(release) <= Version(minor(version))]
+    order = [release for release in _ran() if within(release, f"<={minor(version)}")]
     release = max(order, key=Version, default="")
     return release, _ran().get(release, {}).get(model_type, {})
 
@@ -254,8 +254,7 @@ def _reviewed() -> dict[str, dict[str, dict[str, str]]]:
 
 def _accepted(model_type: str, case: str, before: str, version: str) -> bool:
     """Whether a loss between two releases, the second included, was reviewed."""
-    until = Version(minor(version))
     return any(
-        Version(before) < Version(release) <= until and (case in cases or EVERYTHING in cases)
+        within(release, f">{before},<={minor(version)}") and (case in cases or EVERYTHING in cases)
         for release, cases in _reviewed().get(model_type, {}).items()
     )

@@ -1,0 +1,68 @@
+"""Writes docs/names.md: every name of transformers that the library reads, with the releases that have it. Needs the atlas and the index.
+
+python docs/names.py
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+
+from kernel_compat.patching.seam import Read
+from kernel_compat.releases import TRANSFORMERS, minors
+from kernel_compat_atlas.index import Index
+from kernel_compat_atlas.published import Cache
+from kernel_compat_atlas.releases import Release, select
+from kernel_compat_atlas.seams import installed_shims, read_seams
+
+PAGE = Path(__file__).with_name("names.md")
+HEAD = """# Names that are read
+
+What kernel-compat reads of transformers without replacing it, by the shim that verifies it at `install()`, in every minor release from {} to {}. A
+name that is missing, or a parameter that isn't known, is refused: [when a shim fails](shims.md#when-a-shim-fails). Written by `python docs/names.py` from the
+published wheels; `kernel-compat-atlas` shows the seams that are replaced.
+
+| shim | attribute | name | releases |
+|---|---|---|---|
+"""
+
+
+def runs(order: list[str], there: set[str]) -> str:
+    """Consecutive releases as ranges."""
+    found = []
+    for inside, group in groupby(order, key=there.__contains__):
+        several = list(group)
+        if inside:
+            found.append(several[0] if len(several) == 1 else f"{several[0]} to {several[-1]}")
+    return ", ".join(found)
+
+
+def main() -> int:
+    """Write the page; returns the exit code."""
+    index, shims = Index(), installed_shims()
+    order = minors(TRANSFORMERS)
+    releases = select("transformers", f"{order[0]}-{order[-1]}", index.files("transformers"))
+    findings = read_seams({"transformers": releases}, shims, index, Cache(None, lambda note: None)).findings
+    label: dict[Release, str] = dict(zip(releases, order, strict=True))
+    lines = []
+    for shim in shims:
+        for seam in shim.seams if shim.distribution == "transformers" else ():
+            if not isinstance(seam, Read):
+                continue
+            claimed = [one for one in releases if seam.applies_to(str(one.version))]
+            found = {label[one]: findings[one][seam.target] for one in claimed}
+            there = {release for release, what in found.items() if what.kind != "missing"}
+            start = f"| `{shim.name}` | `{seam.target.removeprefix('transformers.')}` |"
+            if not seam.roles:
+                lines.append(f"{start} | {runs(order, there)} |")
+            for spelling in (spelling for role in seam.roles for spelling in role):
+                named = {r for r in there if (signature := found[r].parsed) and spelling in signature.parameters}
+                if named:
+                    lines.append(f"{start} `{spelling}` | {runs(order, named)} |")
+    PAGE.write_text(HEAD.format(order[0], order[-1]) + "\n".join(lines) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
