@@ -176,7 +176,8 @@ def check(shims: Iterable[Shim], findings: Findings) -> list[Disagreement]:
                 if doubts:
                     certain = len(doubts) == len(forms) and all(sure for _, sure in doubts)
                     what = " or ".join(dict.fromkeys(text for text, _ in doubts))
-                    found.append(Disagreement(shim.name, seam.target, release, seam.expected, what, certain))
+                    expected = seam.expected.removeprefix("a callable with parameters ")
+                    found.append(Disagreement(shim.name, seam.target, release, expected, what, certain))
     return found
 
 

@@ -99,7 +99,7 @@ ATTENTION_ARGUMENTS = frozenset(
 def _is_compiling() -> bool:
     import torch  # here: shims declare roles without torch
 
-    return torch.compiler.is_compiling()
+    return bool(torch.compiler.is_compiling())
 
 
 def is_cache(value: Any) -> bool:
