@@ -91,6 +91,10 @@ class UnprotectedError(KernelCompatError, RuntimeError):
             "kernel_compat.install(), use 'eager' or 'sdpa', or pass install(broken='allow') to run unprotected."
         )
 
+    def again(self) -> UnprotectedError:
+        """The same error, without the traceback of an earlier call."""
+        return UnprotectedError(self.shim, self.protects, self.reason)
+
 
 class UnprotectedWarning(UserWarning):
     """`install()` could not apply a shim."""

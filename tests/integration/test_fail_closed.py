@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,6 +159,21 @@ def test_a_failed_protection_refuses(pair: tuple[Shim, Seam]) -> None:
     assert packed(model()).isfinite().all()
 
 
+def test_a_block_that_allows_broken_shims_ends() -> None:
+    """The installation around it refuses again."""
+    (seam,) = [seam for shim, seam in SEAMS if shim.name == "model_forward"]
+    with wrapped(seam, hiding):
+        with pytest.warns(UnprotectedWarning):
+            kernel_compat.install(unproven="allow")
+        with (
+            pytest.warns(UnprotectedWarning),
+            kernel_compat.installed(unproven="allow", broken="allow"),
+        ):
+            packed(model())
+        with pytest.raises(UnprotectedError):
+            packed(model())
+
+
 def test_functools_wraps_does_not_hide_a_change() -> None:
     """`__wrapped__` gives the signature of the original, whatever the wrapper does."""
     (seam,) = [seam for shim, seam in SEAMS if shim.name == "model_forward"]
@@ -212,4 +228,4 @@ def test_an_argument_of_a_mask_that_nothing_is_known_of() -> None:
 
 
 def test_the_cache_has_a_known_name() -> None:
-    assert CACHE.spelled(importlib.import_module("inspect").signature(model("eager").forward).parameters)
+    assert CACHE.spelled(inspect.signature(model("eager").forward).parameters)

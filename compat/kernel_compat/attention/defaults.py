@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from ..environment import Environment, torch_flash_backend
-from ..errors import UnprotectedError, UnprotectedWarning
+from ..errors import UnprotectedWarning
 from ..kernels import Features, ForwardOnly, Kernel, LayeredKernel, as_kernel
 from ..patching import report
 from ..patching.installation import Installation
@@ -178,7 +178,7 @@ def unproven() -> str:
 def require_protected() -> None:
     """Check that nothing that protects every call under a registered name has failed; raises UnprotectedError if something has."""
     if (error := registry.unprotected) is not None:
-        raise UnprotectedError(error.shim, error.protects, error.reason)
+        raise error.again()
 
 
 def register_attention(

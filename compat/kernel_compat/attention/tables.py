@@ -46,7 +46,7 @@ def changes_of(entry: AttentionName, unprotected: UnprotectedError | None = None
 
 def _refusal(unprotected: UnprotectedError) -> Callable[..., Any]:
     def refused(*args: Any, **kwargs: Any) -> Any:
-        raise UnprotectedError(unprotected.shim, unprotected.protects, unprotected.reason)
+        raise unprotected.again()
 
     return refused
 

@@ -56,7 +56,7 @@ class Installation:
         participants: called by `install` and `uninstall`, in this order.
         discover: returns the shims, and the errors by name of the entry points that could not be loaded.
         detect: returns the environment, given further distributions to look at; None for `Environment.detect`.
-        concerns: whether a call of a seam is one of those that shims protect.
+        concerns: whether shims protect a call of a seam, by its arguments.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Installation:
         Inside another installation it changes nothing on leaving.
         """
         with self._lock:
-            outer = (self._skip, "allow" if self._allows_broken else "refuse") if self.active else None
+            outer = (self._skip, self._allows_broken) if self.active else None
             if not self._blocks:
                 self._blocks_own = not self.active
             self._blocks += 1
@@ -189,8 +189,8 @@ class Installation:
                 self._blocks -= 1
                 if not self._blocks and self._blocks_own:
                     self.uninstall()
-                elif outer is not None and outer[0] != self._skip:
-                    self.install(skip=outer[0], broken=outer[1])
+                elif outer is not None and outer != (self._skip, self._allows_broken):
+                    self.install(skip=outer[0], broken="allow" if outer[1] else "refuse")
 
     def _look(self) -> tuple[Environment, list[Shim], dict[str, str]]:
         shims, broken = self._discover()

@@ -52,11 +52,10 @@ def unwrapped(function: Any) -> Any:
 
 
 def described(function: Any) -> str:
-    """A function's name and the place of its source, for messages: who has put it there."""
-    code = getattr(inspect.unwrap(function, stop=lambda f: not hasattr(f, "__wrapped__")), "__code__", None)
-    own = getattr(function, "__code__", code)
-    name = getattr(own, "co_qualname", None) or getattr(function, "__qualname__", type(function).__name__)
-    return f"{name} ({own.co_filename}:{own.co_firstlineno})" if own is not None else str(name)
+    """A function's name and the place of its source, for messages."""
+    code = getattr(function, "__code__", None)
+    name = getattr(code, "co_qualname", None) or getattr(function, "__qualname__", type(function).__name__)
+    return str(name) if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _bound(inner: Any, owner: Any) -> Any:

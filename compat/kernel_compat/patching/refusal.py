@@ -12,7 +12,7 @@ from .swap import ABSENT, Change
 
 __all__ = ["Concerns", "refusals"]
 
-#: Whether a call of a seam, by its arguments, is one of those that shims protect.
+#: Whether shims protect a call of a seam, by its arguments.
 Concerns = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
 
@@ -43,7 +43,7 @@ def _refusing(original: Callable[..., Any], concerns: Concerns, error: Unprotect
     @wraps(original)
     def refusing(*args: Any, **kwargs: Any) -> Any:
         if concerns(args, kwargs):
-            raise UnprotectedError(error.shim, error.protects, error.reason)
+            raise error.again()
         return original(*args, **kwargs)
 
     return refusing
