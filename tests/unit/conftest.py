@@ -80,8 +80,11 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """Replaces the real site-packages: it is on sys.path, and no other folder has distributions."""
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """Replaces the real site-packages: it is on sys.path, and no other folder has distributions.
+
+    What a test imports from its folders is forgotten afterwards.
+    """
     here = Site(tmp_path / "site-packages")
     # Other packages stay importable: pytest and hypothesis import some of their modules late.
     rest = tmp_path / "rest"
@@ -99,7 +102,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     for name in ("torch", "transformers", "flash_attn", "flash_attn.cute", "flash_attn_interface", "fa3_fwd_interface"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     importlib.invalidate_caches()
-    return here
+    yield here
+    for name, module in list(sys.modules.items()):
+        if str(tmp_path) in f"{vars(module).get('__file__')} {vars(module).get('__path__')}":
+            del sys.modules[name]
 
 
 @pytest.fixture
