@@ -80,12 +80,19 @@ class Environment:
     system: str = field(default_factory=lambda: f"{platform.system()} {platform.machine()}")
     packages: Mapping[str, str] = field(default_factory=dict)
     imports: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    devices: tuple[Device, ...] = ()
+    devices: tuple[Device, ...] = field(default_factory=tuple)
     problems: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "packages", MappingProxyType(dict(self.packages)))
         object.__setattr__(self, "imports", MappingProxyType(dict(self.imports)))
+
+    def __getattr__(self, name: str) -> Any:
+        # `detect` leaves the devices out: NVML keeps a thread of the driver in the process, and most callers don't ask for them.
+        if name != "devices":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        object.__setattr__(self, "devices", _devices())
+        return self.devices
 
     def version(self, distribution: str) -> Version | None:
         """The version of a distribution, or None where it isn't installed or its version can't be read."""
@@ -96,7 +103,7 @@ class Environment:
 
     @classmethod
     def detect(cls, distributions: Iterable[str] = ()) -> Environment:
-        """Describe the running interpreter. Reads metadata and queries the NVIDIA driver; imports no framework.
+        """Describe the running interpreter. Reads metadata; imports no framework. The driver is asked once `devices` is read.
 
         Never raises for a broken installation: `problems` describes it.
 
@@ -119,7 +126,9 @@ class Environment:
         problems += [f"{one}: {one.command}" for one in hidden.values()]
         imports = _imports(found, problems, hidden)
         problems += _conflicts(found, packages)
-        return cls(packages=packages, imports=imports, devices=_devices(), problems=tuple(problems))
+        environment = cls(packages=packages, imports=imports, problems=tuple(problems))
+        object.__delattr__(environment, "devices")
+        return environment
 
 
 def torch_flash_backend() -> str | None:

@@ -21,7 +21,7 @@ def audit(event, args):
         started.append((event, args))
 
 def forbidden(*args, **kwargs):
-    raise AssertionError("a backward")
+    raise AssertionError("a backward, or NVML, which leaves a thread of the driver")
 
 def set_engine(run):
     # Without a GPU the engine starts no threads: its backward is caught instead.
@@ -31,8 +31,9 @@ def threads():
     return sorted(os.listdir("/proc/self/task"))
 
 def install(mode=None):
-    import kernel_compat
+    import kernel_compat, kernel_compat.environment
     set_engine(forbidden)
+    kernel_compat.environment._devices = forbidden
     before = threads()
     sys.addaudithook(audit)
     if mode is not None:
