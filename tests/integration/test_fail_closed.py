@@ -218,6 +218,44 @@ def test_an_argument_of_a_layer_that_nothing_is_known_of() -> None:
     made(input_ids=IDS, of_my_framework=1)  # which the model passes on
 
 
+@pytest.mark.parametrize(
+    ("argument", "attribute", "value"),
+    [("softcap", "attn_logit_softcapping", 5.0), ("s_aux", "sinks", torch.ones(2)), ("scaling", "scaling", 0.5)],
+)
+def test_a_layer_that_does_not_pass_what_it_has(argument: str, attribute: str, value: Any) -> None:
+    """Eager attention would leave it out alike."""
+    kernel_compat.install(unproven="allow")
+    attend = kernel_compat.attention_function(NAME)
+    layer = model().model.layers[0].self_attn
+    states = torch.randn(1, 2, 4, 16, generator=torch.Generator().manual_seed(0))
+    attend(layer, states, states, states, None)  # its scale is that of the head dimension
+    without = attend(layer, states, states, states, None, **{argument: None})
+    setattr(layer, attribute, value)
+    with pytest.raises(ValueError, match=f"'{attribute}', but passes no '{argument}'"):
+        attend(layer, states, states, states, None)
+    torch.testing.assert_close(attend(layer, states, states, states, None, **{argument: None}), without)
+    assert not torch.equal(attend(layer, states, states, states, None, **{argument: value})[0], without[0])
+
+
+@pytest.mark.parametrize("window", [3, 5])
+def test_a_layer_with_another_window_than_its_mask(window: int) -> None:
+    """Eager attention would go by the mask, upstream's flash attention by the layer."""
+    kernel_compat.install(unproven="allow")
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        **SHAPE, head_dim=16, sliding_window=4, attn_logit_softcapping=None, attn_implementation=NAME
+    )
+    made = transformers.Gemma2ForCausalLM(config).eval()
+    packed(made)
+    for layer in made.model.layers:
+        if layer.self_attn.sliding_window:
+            layer.self_attn.sliding_window = window
+    with pytest.raises(ValueError, match=f"a layer with a window of {window} keys got a mask with one of 4"):
+        packed(made)
+    with torch.no_grad():
+        made(input_ids=IDS[:, :3], use_cache=False)  # which neither of the two hides anything from
+
+
 def test_an_argument_of_a_mask_that_nothing_is_known_of() -> None:
     kernel_compat.install(unproven="allow")
     make = kernel_compat.mask_function(NAME)

@@ -20,11 +20,13 @@ from .call import AttentionCall, PackedLengths, check_heads, unsupported_argumen
 from .forward_context import ForwardContext, current_context, require_open
 from .mask_reduction import ReducedMask, reduce_mask, visible_and_bias
 from .padding import padding_segments
-from .roles import ATTENTION_ARGUMENTS
+from .roles import ATTENTION_ARGUMENTS, LAYER_SETTINGS
 from .tensors import constant, require_readable, same_storage
 from .varlen import packed_attention, padded_attention, paged_attention, sequences_attention
 
 __all__ = ["attention_forward", "flash_attention", "target_dtype"]
+
+_OMITTED: Any = object()
 
 
 def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) -> Callable[..., tuple[Tensor, None]]:
@@ -43,10 +45,10 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
         value: Tensor,
         attention_mask: Tensor | None,
         dropout: float = 0.0,
-        scaling: float | None = None,
-        softcap: float | None = None,
+        scaling: float | None = _OMITTED,
+        softcap: float | None = _OMITTED,
         is_causal: bool | None = None,
-        s_aux: Tensor | None = None,
+        s_aux: Tensor | None = _OMITTED,
         position_ids: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
@@ -81,9 +83,9 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             value,
             getattr(module, "is_causal", None) if is_causal is None else is_causal,
             attention_mask,
-            scale=scaling,
-            softcap=softcap,
-            sinks=s_aux,
+            scale=_setting(module, "scaling", scaling, query.shape[-1] ** -0.5),
+            softcap=_setting(module, "softcap", softcap),
+            sinks=_setting(module, "s_aux", s_aux),
             dropout=dropout,
             deterministic=deterministic,
             sliding_window=kwargs["sliding_window"] if "sliding_window" in kwargs else _window_of(module),
@@ -116,6 +118,24 @@ def _require_known(arguments: dict[str, Any], name: str) -> None:
                 name,
                 "It may change the scores. Upgrade kernel-compat, or use attn_implementation='eager'.",
             )
+
+
+def _setting(module: torch.nn.Module, argument: str, value: Any, default: float | None = None) -> Any:
+    """A setting that a layer passes to its attention; None if it is omitted.
+
+    Raises:
+        ValueError: it is omitted, and the layer has it as an attribute, other than the default.
+    """
+    if value is not _OMITTED:
+        return value
+    attribute = LAYER_SETTINGS[argument]
+    own = getattr(module, attribute, None)
+    if own is not None and (default is None or own != default):
+        raise ValueError(
+            f"{type(module).__name__} has an attribute {attribute!r}, but passes no {argument!r} to its attention: nothing "
+            "says whether the scores need it. Pass it, if only as None, or set the attribute to None"
+        )
+    return None
 
 
 def _unpadded(module: torch.nn.Module, query: Tensor, value: Tensor) -> Tensor:
@@ -360,6 +380,11 @@ def _resolve_mask(call: AttentionCall, context: ForwardContext | None) -> tuple[
     if record is not None:  # the mask overrides the layer's own arguments
         causal, window, mask = record.causal, record.window, record.padding
         window = window if max(window) + 1 < kv_len else (-1, -1)
+        if causal and record.window[0] >= 0 and call.sliding_window and call.window(True) != window:
+            raise ValueError(
+                f"a layer with a window of {call.sliding_window} keys got a mask with one of {record.window[0] + 1}: nothing "
+                "says which of them is right"
+            )
     else:
         if mask is None and causal and kv_len > q_len and context is not None and context.static_without_mask:
             raise ValueError("a static cache without a mask: nothing says where its keys end. Pass an attention_mask")

@@ -11,6 +11,7 @@ __all__ = [
     "CACHE",
     "EMBEDDINGS",
     "LAYER_CACHE",
+    "LAYER_SETTINGS",
     "MASK",
     "MASK_ARGUMENTS",
     "POSITIONS",
@@ -94,6 +95,10 @@ ATTENTION_ARGUMENTS = frozenset(
         *("block_table", "k_cache", "v_cache"),  # added by the paged cache in a layer, from 5.24 on
     }
 )
+
+
+#: A layer's attribute by the argument in which the layer passes it to its attention: of Gemma-2 and those after it, of GPT-OSS.
+LAYER_SETTINGS = {"softcap": "attn_logit_softcapping", "s_aux": "sinks", "scaling": "scaling"}
 
 
 def _is_compiling() -> bool:
