@@ -11,9 +11,10 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import MappingProxyType
@@ -159,7 +160,7 @@ def _hidden(found: Mapping[str, importlib.metadata.Distribution], packages: Mapp
     for owner, version in packages.items():
         for name in SHIPS.get(owner, ())[:1]:
             site = str(found[owner].locate_file(""))
-            if hider := hider_of(owner, version, site, _record(found[owner], name) or {}, name):
+            if hider := hider_of(owner, version, site, partial(_record, found[owner], name), name):
                 hiders[owner] = hider
     return hiders
 
@@ -268,14 +269,16 @@ class Hider:
         return shlex.join(["cp", "-r", os.path.join(self.site, *parts), os.path.join(self.folder, *parts[:-1])])
 
 
-def hider_of(owner: str, version: str, site: str, record: Mapping[str, str], name: str) -> Hider | None:
+def hider_of(
+    owner: str, version: str, site: str, record: Callable[[], Mapping[str, str] | None], name: str
+) -> Hider | None:
     """What hides an installed package; None if Python finds it, or nothing of its name.
 
     Args:
         owner: the distribution that ships it.
         version: the distribution's version.
         site: the folder in which it is installed.
-        record: files of the distribution, with their hashes.
+        record: returns files of the distribution, with their hashes; called where Python finds another package.
         name: the package.
     """
     parts = name.split(".")
@@ -285,8 +288,8 @@ def hider_of(owner: str, version: str, site: str, record: Mapping[str, str], nam
             return None
         if os.path.realpath(own) not in map(os.path.realpath, there):
             found = package_folders(name)
-            inside = [file for file in record if file.rpartition("/")[0] == "/".join(parts)]
-            if found and inside and all(is_recorded(Path(found[0], Path(f).name), record[f]) for f in inside):
+            inside = {f: h for f, h in (record() or {}).items() if f.rpartition("/")[0] == "/".join(parts)}
+            if found and inside and all(is_recorded(Path(found[0], Path(f).name), h) for f, h in inside.items()):
                 return None  # a copy of it
             folder = os.path.normpath(os.path.join(there[0], *[os.pardir] * count))
             return Hider(".".join(parts[:count]), folder, owner, version, name, site)

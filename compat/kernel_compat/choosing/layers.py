@@ -63,8 +63,10 @@ def require_layers(model: Any, name: str, kernel: Kernel) -> None:
     Raises:
         UnsupportedFeatureError: it has none; the message names the layer.
     """
+    if not isinstance(kernel, LayeredKernel):
+        return
     environment = Environment.detect()
-    if not isinstance(kernel, LayeredKernel) or not kernel.usable(environment):  # loaded for another machine
+    if not kernel.usable(environment):  # loaded for another machine
         return
     for found in _assigned(model, kernel, environment):
         if found.forward is None:

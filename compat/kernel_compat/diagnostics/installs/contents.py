@@ -113,9 +113,9 @@ def hidden(one: Installed) -> Iterator[Finding]:
         top = name.partition(".")[0]
         if top in well or any(name == known or name.startswith(f"{known}.") for known in shadowed):
             continue
-        if len(package_folders(top)) == 1 and not hider_of(one.name, one.version, str(one.folder), record, top):
+        if len(package_folders(top)) == 1 and not hider_of(one.name, one.version, str(one.folder), lambda: record, top):
             well.add(top)  # one folder has all of it
-        elif hider := hider_of(one.name, one.version, str(one.folder), record, name):
+        elif hider := hider_of(one.name, one.version, str(one.folder), lambda: record, name):
             shadowed.append(name)
             file = next(path for path in files if path.startswith(f"{name.replace('.', '/')}/"))
             problem = f"{hider}: `import {name}` fails, or finds another one"
