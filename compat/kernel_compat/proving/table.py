@@ -9,6 +9,7 @@ with itself. A class that can't be loaded under a flash attention name isn't in 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -48,8 +49,9 @@ WORSE = ("wrong", "crashed", "refused")
 #: The case of an outcome that stands for all of a type or a class.
 EVERYTHING = "all"
 
-#: In the reason why there is no tiny model: the environment lacks a package that the model needs.
-_NOT_INSTALLED = "but it was not found in your environment"
+#: In the reason why there is no tiny model: the environment lacks a package that the model needs. A module of transformers that
+#: is gone is a loss.
+_NOT_INSTALLED = re.compile(r"but it was not found in your environment|No module named '(?!transformers\b)")
 
 T = TypeVar("T")
 
@@ -188,7 +190,7 @@ def with_losses(proof: Proof, cases: Sequence[str] | None = None, owner: str | N
         owner: the name of the class, for a proof of one.
     """
     crashed = any(one.case == EVERYTHING for one in proof.outcomes)
-    if crashed or _NOT_INSTALLED in proof.no_recipe:
+    if crashed or _NOT_INSTALLED.search(proof.no_recipe):
         return proof
     before, classes = _before(proof.model_type, proof.transformers)
     outcomes = list(proof.outcomes)
