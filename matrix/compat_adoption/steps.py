@@ -209,13 +209,17 @@ def _keep_atlas(one: Adoption, shims: Sequence[Shim], cache: Cache) -> None:
 
 
 def axes(one: Adoption) -> Found:
-    """The axes, the list of supported releases, and the days before which uv looks for packages."""
+    """The axes, the lists of supported and of published releases, and the days before which uv looks for packages."""
     uploaded = one.release.file.uploaded or datetime.now(timezone.utc)
     day: date = (uploaded + timedelta(days=1)).date()
     if one.in_axes:
         edits.extend(one.file, one.axis, one.release.version, one.project)
     for path in (one.file, *one.others, one.project / "pyproject.toml"):
         edits.look_up_to(path, day)
+    if one.library and one.release.distribution == "transformers":
+        code, text = one.checkout.run("axes", sys.executable, "-m", "kernel_compat_atlas.digests")
+        if code:
+            raise MatrixError(f"the hashes of the release can't be noted: {one_line(text[-2000:], 2000)}")
     return Found(
         notes=[
             f"it was uploaded on {uploaded.date()}: packages are resolved from what was out at the start of {day}, or later"
@@ -260,7 +264,8 @@ def prove(one: Adoption) -> Found:
     proofs.unlink(missing_ok=True)
     if name == "transformers":  # what the group requires is compiled for this torch
         (torch,) = re.findall(r'^TORCH = "(.*)"$', (one.project / "noxfile.py").read_text("utf-8"), re.MULTILINE)
-        exactly = [f"torch=={torch}", "--group", "pyproject.toml:prove"]
+        # A later patch of torchaudio doesn't load beside this torch, and requires none.
+        exactly = [f"torch=={torch}", f"torchaudio=={torch}", "--group", "pyproject.toml:prove"]
     else:
         exactly = [f"transformers=={one.cells(one.file, '--only', one.condition)[-1].transformers}.*"]
     exactly.append(str(one.release).replace(" ", "=="))
