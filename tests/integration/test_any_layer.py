@@ -313,8 +313,17 @@ BIASED = {
 
 
 @T5
-@pytest.mark.parametrize("kernel", ["flash_attention_reference", "flash_attention_flex"])
-@pytest.mark.parametrize("kind", BIASED)
+@pytest.mark.parametrize(
+    ("kind", "kernel"),
+    [
+        *((kind, "flash_attention_reference") for kind in BIASED),
+        # It takes seconds a model, most of them to compile.
+        *(
+            pytest.param(kind, "flash_attention_flex", marks=[] if kind in ("T5", "Udop") else pytest.mark.slow)
+            for kind in BIASED
+        ),
+    ],
+)
 def test_a_bias_over_a_static_cache(kind: str, kernel: str) -> None:
     shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB}
     config = getattr(transformers, f"{kind}Config")(**shape, decoder_start_token_id=0, pad_token_id=0, **BIASED[kind])

@@ -59,10 +59,9 @@ def test_a_copy_as_published_is_not_proven_again(copy: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("kv_idx > q_idx - sliding_window", "kv_idx > q_idx - sliding_window - 1"),
-        ("return kv_idx <= q_idx", "return kv_idx < q_idx + 2"),
+        pytest.param("kv_idx > q_idx - sliding_window", "kv_idx > q_idx - sliding_window - 1", id="window"),
+        pytest.param("return kv_idx <= q_idx", "return kv_idx < q_idx + 2", id="causality", marks=pytest.mark.slow),
     ],
-    ids=["window", "causality"],
 )
 def test_an_edited_copy_is_proven_and_refused(copy: Path, tmp_path: Path, before: str, after: str) -> None:
     """Masks that eager attention reads, and flash kernels don't: the two differ."""

@@ -605,8 +605,15 @@ def test_without_a_number_of_tokens_compiled_calls_are_as_they_are() -> None:
         assert distance(ours(**given, use_cache=False).logits[real], expected) < 1e-5
 
 
-@pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=there("Gemma3ForCausalLM"))])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("llama", "model.compile"),
+        pytest.param("llama", "torch.compile", marks=pytest.mark.slow),
+        pytest.param("gemma3", "torch.compile", marks=there("Gemma3ForCausalLM")),
+        pytest.param("gemma3", "model.compile", marks=[there("Gemma3ForCausalLM"), pytest.mark.slow]),
+    ],
+)
 def test_one_graph(name: str, how: str) -> None:
     """With a number of tokens, for batches with any padding: losses and gradients."""
     eager, ours = models(name)

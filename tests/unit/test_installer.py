@@ -255,6 +255,11 @@ shim = Shim("one", "transformers", ">=4", "", seams=(Seam("kc_heavy:g", ("x",)),
 installation = Installation([AttentionRegistry()], discover=lambda: ([shim], {}))
 begun = threading.Event()
 
+def waits_for_an_import(frame):
+    while frame and (frame.f_code.co_name, frame.f_code.co_filename) != ("acquire", "<frozen importlib._bootstrap>"):
+        frame = frame.f_back
+    return frame
+
 class Slow(importlib.abc.MetaPathFinder):  # as if transformers.masking_utils imported kc_heavy
     def find_spec(self, name, path, target=None):
         if name != "transformers.masking_utils":
@@ -263,11 +268,8 @@ class Slow(importlib.abc.MetaPathFinder):  # as if transformers.masking_utils im
         execute = spec.loader.exec_module
         def slow(module):
             begun.set()
-            for _ in range(200):  # where install() imports before it sets its hooks, it waits for this
-                if installation._hooked:
-                    break
+            while not waits_for_an_import(sys._current_frames()[threading.main_thread().ident]):
                 threading.Event().wait(0.05)
-            threading.Event().wait(2)  # install() is at the import of transformers.masking_utils
             import kc_heavy
             execute(module)
         spec.loader.exec_module = slow
