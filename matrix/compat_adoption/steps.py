@@ -414,6 +414,7 @@ def docs(one: Adoption) -> Found:
         for command in (
             [sys.executable, "docs/generate.py"],
             [sys.executable, "-m", "compat_matrix", "architectures", "docs/architectures.md"],
+            *([[sys.executable, "docs/names.py"]] if one.release.distribution == "transformers" else []),
         ):
             code, text = one.checkout.run("docs", *command, folder=one.project)
             if code:
