@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
         mutant: its name.
         word: ``red``: something says so; ``refused``: its wrong results are errors; ``right``: no result changed;
             ``silent``: results are wrong, and nothing says so; ``absent``: the release has nothing to change; ``invalid``: eager
-            attention doesn't work either.
+            attention doesn't work either, even without padding and caches.
         caught_by: what says so, or the first error.
         wrong: the wrong results.
     """
@@ -212,7 +212,7 @@ _ABOUT = (
     "| right | every result is that of the unchanged copy |",
     "| silent | a result is wrong, and nothing says so |",
     "",
-    "A copy in which eager attention raises errors isn't counted. Written by `tests/mutations/run.py --table`: edits are lost.",
+    "A copy in which eager attention raises errors without padding and caches isn't counted. Written by `tests/mutations/run.py --table`: edits are lost.",
     "",
 )
 
