@@ -289,18 +289,21 @@ def dtypes(here: Here) -> Pairs:
 
 
 def kernels(here: Here) -> Pairs:
-    """Every kernel that is usable here, in bfloat16."""
-    pairs = {}
+    """Every kernel that is usable here, in bfloat16, and its gradients if it has any."""
+    pairs, environment = {}, kernel_compat.Environment.detect()
     for kernel in kernel_compat.known_kernels().values():
-        if kernel.unavailable_because(kernel_compat.Environment.detect()):
+        if kernel.unavailable_because(environment):
             continue
+        trains = here.device.type not in kernel.features_in(environment).no_backward_on
         inner = attention_forward(kernel, kernel.name)
         for batch in (1, 2):  # a single row keeps its strides, which differ from those of other attention
-            qkv = [x.to(torch.bfloat16).requires_grad_() for x in here.random(batch, 8, 2, 2)]
+            qkv = [x.to(torch.bfloat16).requires_grad_(trains) for x in here.random(batch, 8, 2, 2)]
             ours, _ = kernel_compat.ulysses(inner)(MODULE, *here.slices(*qkv), None)
             alone, _ = inner(MODULE, *qkv, None)
             name = f"{kernel.name}, batch {batch}"
             pairs[name] = here.gathered(ours), alone.detach().cpu()
+            if not trains:
+                continue
             gradients = (torch.autograd.grad(output.square().sum(), qkv) for output in (ours, alone))
             for which, mine, whole in zip("qkv", *gradients, strict=True):
                 pairs[f"{name}, gradient of {which}"] = here.summed(mine), whole.cpu()
