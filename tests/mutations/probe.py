@@ -111,6 +111,8 @@ class Copy:
 
     def run(self, model: Any, ids: Tensor, **values: Any) -> Any:
         """The output of a forward, with its cache as ``held``."""
+        if type(model).__name__ == "BertForMaskedLM":  # it takes no such argument on older releases
+            values.pop("use_cache", None)
         return model(**self.named(input_ids=ids, **values))
 
     def held(self, output: Any) -> Any:
