@@ -27,6 +27,7 @@ SHIM = Shim(
     distribution="peft",
     versions="<0.21",
     reason="adapters call a model's forward directly, so that its layers don't see the arguments that its head doesn't pass on",
+    protects="adapters: packed sequences in models whose head passes no positions on",
     upstream="peft 0.20.0, BaseTuner.forward",
     delete_when="the oldest supported peft is 0.21",
     seams=(Seam("peft.tuners.tuners_utils:BaseTuner.forward", ("self",)),),

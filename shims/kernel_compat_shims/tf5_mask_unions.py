@@ -34,6 +34,7 @@ SHIM = Shim(
     distribution="transformers",
     versions=">=5.24,<6",
     reason="under torch.compile the blocks of images are indistinguishable from packed sequences, and would be left out of the mask",
+    protects="compiled models: masks with blocks that see each other",
     upstream="transformers 5.24.0, create_causal_mask",
     delete_when="the oldest supported torch reads the closures of functions that are made in a graph",
     seams=(Seam("transformers.masking_utils:and_masks", ("mask_functions",)),),

@@ -35,6 +35,7 @@ SHIM = Shim(
     distribution="trl",
     versions=">=0.20,<0.23.1",
     reason="SFTTrainer packs without positions under names that aren't in its code: tokens attend to other sequences",
+    protects="SFTTrainer: sequences packed into batches without padding",
     upstream="huggingface/trl#3942; trl 0.23.0, SFTTrainer.__init__",
     delete_when="the oldest supported trl is 0.23.1",
     seams=(Seam("trl.trainer.sft_trainer:SFTTrainer.__init__", ("self", "model", "args", "data_collator")),),

@@ -159,6 +159,21 @@ def test_a_failed_protection_refuses(pair: tuple[Shim, Seam]) -> None:
     assert packed(model()).isfinite().all()
 
 
+def test_a_failed_protection_of_adapters_refuses() -> None:
+    peft = pytest.importorskip("peft")
+    (shim,) = [one for one in discover()[0] if one.name == "peft_forward"]
+    if shim.not_needed(Environment.detect(["peft"])):
+        pytest.skip(f"peft {peft.__version__} calls models as everyone does")
+    with wrapped(shim.seams[0], renaming):
+        with pytest.warns(UnprotectedWarning, match="peft_forward is not applied"):
+            kernel_compat.install(unproven="allow")
+        lora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+        with pytest.raises(UnprotectedError, match="adapters: packed sequences"):
+            packed(peft.get_peft_model(model(), lora))
+        assert packed(peft.get_peft_model(model("eager"), lora)).isfinite().all()
+        assert packed(model()).isfinite().all()
+
+
 def test_a_block_that_allows_broken_shims_ends() -> None:
     """The installation around it refuses again."""
     (seam,) = [seam for shim, seam in SEAMS if shim.name == "model_forward"]

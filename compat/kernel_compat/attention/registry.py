@@ -161,7 +161,8 @@ class AttentionRegistry:
             return True
         for value in (*args, *kwargs.values()):
             own = vars(value) if hasattr(value, "__dict__") else {}
-            for config in (value, own.get("config")):
+            module = "_modules" in own  # an adapter's config is that of the model in it
+            for config in (value, getattr(value, "config", None) if module else own.get("config")):
                 name = getattr(config, "_attn_implementation", config)
                 if self.resolve(name) is not None:
                     return True
