@@ -10,6 +10,7 @@ from typing import Any
 
 from kernel_compat.attention.defaults import require_protected, resolve, unproven
 from kernel_compat.attention.names import AttentionName
+from kernel_compat.attention.roles import MASK, POSITIONS, SINKS, TOKENS
 from kernel_compat.choosing.flash_flags import require_flash_support
 from kernel_compat.choosing.layers import require_declared
 from kernel_compat.patching.pass_through import unwrapped
@@ -70,14 +71,14 @@ def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Call
             key,
             value,
             given["is_causal"],
-            given.get("attention_mask"),
+            MASK.of(given),
             scale=given.get("softmax_scale"),
             softcap=given.get("softcap"),
-            sinks=given.get("s_aux"),
+            sinks=SINKS.of(given),
             dropout=given.get("dropout") or 0.0,
             deterministic=given.get("deterministic"),
             sliding_window=given.get("sliding_window"),
-            position_ids=given.get("position_ids"),
+            positions=POSITIONS.of(given),
             lengths=PackedLengths.of(given),
         )
         return flash_attention(entry.kernel, call)
@@ -102,7 +103,7 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
             from kernel_compat.proving.loading import require_padding_free, require_proof
 
             require_proof(self, entry.name, unproven())
-            is_of_tokens = self.main_input_name == "input_ids" and not getattr(self.config, "is_encoder_decoder", False)
+            is_of_tokens = self.main_input_name in TOKENS.spellings and not getattr(self.config, "is_encoder_decoder", False)
             if entry.padding_free and is_of_tokens:
                 require_padding_free(self, entry.name, unproven(), by_name=True)
         preload(attn_implementation)

@@ -18,6 +18,7 @@ from typing import Any
 
 from kernel_compat.attention.defaults import resolve
 from kernel_compat.attention.names import AttentionName
+from kernel_compat.attention.roles import LENGTHS, MASK, POSITIONS, SINKS
 from kernel_compat.choosing.flash_flags import is_base
 from kernel_compat.errors import AttentionRefusedError, UnsupportedFeatureError
 from kernel_compat.patching.swap import Change, Changes
@@ -28,9 +29,9 @@ _IMPORTED = {
     _FORWARD: "transformers.modeling_flash_attention_utils",
     "get_target_dtype": "transformers.integrations.flash_attention",
 }
-_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_LENGTHS = tuple(spelling for role in LENGTHS for spelling in role.spellings)
 #: Arguments of `_flash_attention_forward` that an attention function takes under the same name.
-_SHARED_ARGUMENTS = ("position_ids", "sliding_window", "softcap", "s_aux", "deterministic", *_LENGTHS)
+_SHARED_ARGUMENTS = (*POSITIONS.spellings, "sliding_window", "softcap", *SINKS.spellings, "deterministic", *_LENGTHS)
 _FLASH = "flash_attention_2"
 
 
@@ -123,7 +124,7 @@ def attend(query: Any, key: Any, value: Any, arguments: dict[str, Any]) -> Any:
         return None
     require_whole_sequences(entry)
     options = {name: arguments[name] for name in _SHARED_ARGUMENTS if name in arguments}
-    mask = arguments.get("attention_mask") if _running.mask is None else _running.mask
+    mask = MASK.of(arguments) if _running.mask is None else _running.mask
     layers = getattr(module.config, "attention_layers", None)
     if layers is not None and layers[module.layer_id] == "local":  # GPT-Neo, which passes no window
         options["sliding_window"] = options["local_window"] = module.config.window_size
@@ -192,9 +193,9 @@ def _recorded(forward: Callable[..., Any]) -> Callable[..., Any]:
             )
         before = _running.module, _running.mask
         # The mask bypasses the forward: up to 5.0 GPT-Neo cuts its mask to as many keys as there are heads.
-        _running.module, _running.mask = self, kwargs.get("attention_mask")
+        _running.module, _running.mask = self, MASK.of(kwargs)
         if _running.mask is not None:
-            kwargs["attention_mask"] = None
+            kwargs[MASK.named(kwargs)] = None
         if not takes_any:  # DiffLlama; the lengths are known from the model's forward
             kwargs = {name: value for name, value in kwargs.items() if name not in _LENGTHS or name in parameters}
         try:

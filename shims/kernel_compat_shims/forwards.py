@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from kernel_compat.attention.defaults import resolve
+from kernel_compat.attention.roles import LENGTHS, MASK, POSITIONS
 from kernel_compat.choosing.layers import require_declared, require_layers
 from kernel_compat.errors import SeamError, UnsupportedFeatureError
 from kernel_compat.patching.seam import Seam
@@ -26,7 +27,6 @@ _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"
 
 
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
-    from kernel_compat.attention.call import PackedLengths
     from kernel_compat.attention.forward_context import with_context
     from kernel_compat.attention.tensors import require_readable
     from kernel_compat.attention.unpadding.call import unpadded
@@ -41,8 +41,7 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
         entry = resolve(_name_of(model))
         if entry is not None and entry.forward is None:
             _refuse_attention_weights(model, entry.name, arguments.get("output_attentions"))
-            named = ("attention_mask", "position_ids", *PackedLengths._fields)
-            require_readable({name: arguments.get(name) for name in named})
+            require_readable({role.named(): role.of(arguments) for role in (MASK, POSITIONS, *LENGTHS)})
 
     return with_context(unpadded(_under_one_name(original)), before)
 

@@ -8,6 +8,7 @@ from kernel_compat.attention.roles import (
     EMBEDDINGS,
     MASK,
     MASK_ARGUMENTS,
+    MASK_EMBEDDINGS,
     POSITIONS,
     TOKENS,
     USE_CACHE,
@@ -44,7 +45,7 @@ def _masks(versions: str, function: str) -> Read:
     return _read(f"{_MASKS}:{function}", *needed, known=MASK_ARGUMENTS | {"kwargs"}, versions=versions)
 
 
-_OF_MASKS = ("config", Role("embeddings", ("inputs_embeds", "input_embeds")), MASK, CACHE, POSITIONS)
+_OF_MASKS = ("config", MASK_EMBEDDINGS, MASK, CACHE, POSITIONS)
 _MORE_OF_MASKS = (
     *("cache_position", "or_mask_function", "and_mask_function", "block_sequence_ids", "layer_idx"),
     "allow_is_causal_skip",
@@ -111,7 +112,7 @@ SHIMS = (
             ),
             *(
                 _read(f"{_OUTPUTS}.{name}", versions=when)
-                for when, name in (("<5.24", "past_key_values"), (">=5.24", "cache"))
+                for when, name in zip(("<5.24", ">=5.24"), reversed(CACHE.spellings), strict=True)
             ),
             *(_read(f"{_OUTPUTS}.{name}") for name in ("loss", "logits")),
             _read(

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 from kernel_compat.attention.defaults import resolve
+from kernel_compat.attention.roles import POSITIONS, QUERY_OFFSETS
 from kernel_compat.environment import Environment
 from kernel_compat.errors import KernelUnavailableError
 from kernel_compat.kernels import known_kernels
@@ -24,12 +25,12 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def others(*args: Any, **kwargs: Any) -> Any:
         given = by_name(args, kwargs)
-        positions, query, key = given.get("position_ids"), given["query_states"], given["key_states"]
-        if positions is not None and given.get("cu_seq_lens_q") is None:
+        positions, query, key = POSITIONS.of(given), given["query_states"], given["key_states"]
+        if positions is not None and QUERY_OFFSETS.of(given) is None:
             # Upstream reads where sequences begin in them: once for all rows, and nowhere after a cache or in Qwen2-VL's (3, batch, length).
             of_sequences = positions.ndim == 2 and query.shape[1] == key.shape[1]
             positions = positions.expand(len(query), -1) if of_sequences else None
-            args, kwargs = (), {**given, "position_ids": positions}
+            args, kwargs = (), {**given, POSITIONS.named(given): positions}
         implementation = with_implementation(kwargs).get("implementation")
         function = original if implementation is None else copy_for(implementation)
         return function(*args, **kwargs)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .roles import KEY_OFFSETS, LENGTHS, QUERY_OFFSETS
+
 __all__ = ["AttentionCall", "PackedLengths", "check_heads", "unsupported_argument"]
 
 #: Arguments of some models' attention that no kernel supports: most change the scores.
@@ -31,30 +33,30 @@ def check_heads(heads: int, kv_heads: int, sinks: Tensor | None) -> None:
 
 
 class PackedLengths(NamedTuple):
-    """Offsets and lengths of packed sequences, under transformers' names.
+    """Offsets and lengths of packed sequences, in the order of `LENGTHS`.
 
     Attributes:
-        cu_seq_lens_q, cu_seq_lens_k: (sequences + 1,), offsets into the flattened (batch, length).
-        max_length_q, max_length_k: length of the longest sequence, or an upper bound. If it is missing or a tensor, it is
+        offsets_q, offsets_k: (sequences + 1,), offsets into the flattened (batch, length).
+        longest_q, longest_k: length of the longest sequence, or an upper bound. If it is missing or a tensor, it is
             computed from the offsets; under torch.compile and in CUDA graphs it is the number of tokens.
     """
 
-    cu_seq_lens_q: Tensor | None
-    cu_seq_lens_k: Tensor | None
-    max_length_q: int | Tensor | None = None
-    max_length_k: int | Tensor | None = None
+    offsets_q: Tensor | None
+    offsets_k: Tensor | None
+    longest_q: int | Tensor | None = None
+    longest_k: int | Tensor | None = None
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> PackedLengths | None:
         """The packed lengths among a function's arguments; None if there are no offsets."""
-        found = cls(*(arguments.get(name) for name in cls._fields))
-        return None if found.cu_seq_lens_q is None and found.cu_seq_lens_k is None else found
+        found = cls(*[role.of(arguments) for role in LENGTHS])
+        return None if found.offsets_q is None and found.offsets_k is None else found
 
     def offsets(self) -> tuple[Tensor, Tensor]:
-        """``cu_seq_lens_q`` and ``cu_seq_lens_k``; raises ValueError if one of them is missing."""
-        if self.cu_seq_lens_q is None or self.cu_seq_lens_k is None:
-            raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
-        return self.cu_seq_lens_q, self.cu_seq_lens_k
+        """Those of queries and of keys; raises ValueError if one of them is missing."""
+        if self.offsets_q is None or self.offsets_k is None:
+            raise ValueError(f"{QUERY_OFFSETS.named()} and {KEY_OFFSETS.named()} must be given together")
+        return self.offsets_q, self.offsets_k
 
 
 class AttentionCall(NamedTuple):
@@ -75,7 +77,7 @@ class AttentionCall(NamedTuple):
             ``FLASH_ATTENTION_DETERMINISTIC``.
         sliding_window: how many keys a query sees, its own included; to both sides if not causal.
         local_window: a causal window of the layer in addition to its mask, as GPT-Neo's.
-        position_ids: (batch or 1, q_len): a packed sequence begins where they restart. The position ids of the model's own
+        positions: (batch or 1, q_len): a packed sequence begins where they restart. The position ids of the model's own
             forward take precedence.
         bias: (batch or 1, heads or 1, q_len or 1, kv_len or 1), added to the scores, as T5's; for kernels with masks of any kind.
         lengths: of packed sequences; if None, those of the model's own forward. Masks and positions must agree with them.
@@ -93,7 +95,7 @@ class AttentionCall(NamedTuple):
     deterministic: bool | None = None
     sliding_window: int | None = None
     local_window: int | None = None
-    position_ids: Tensor | None = None
+    positions: Tensor | None = None
     bias: Tensor | None = None
     lengths: PackedLengths | None = None
 

@@ -20,13 +20,15 @@ from .call import AttentionCall, PackedLengths, check_heads, unsupported_argumen
 from .forward_context import ForwardContext, current_context, require_open
 from .mask_reduction import ReducedMask, reduce_mask, visible_and_bias
 from .padding import padding_segments
-from .roles import ATTENTION_ARGUMENTS, LAYER_SETTINGS
+from .roles import ATTENTION_ARGUMENTS, KEY_LENGTH, KEY_OFFSETS, LAYER_SETTINGS, LENGTHS, MASK, POSITIONS
 from .tensors import constant, require_readable, same_storage
 from .varlen import packed_attention, padded_attention, paged_attention, sequences_attention
 
 __all__ = ["attention_forward", "flash_attention", "target_dtype"]
 
 _OMITTED: Any = object()
+#: The arguments whose values are read.
+_READ = tuple(role.named() for role in (MASK, POSITIONS, *LENGTHS))
 
 
 def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) -> Callable[..., tuple[Tensor, None]]:
@@ -63,10 +65,10 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
         _require_known(kwargs, name)
         # Continuous batching, from transformers 5.19 on. The cache writes a layer's lengths and pages into its arguments: up to
         # 5.23, where the lengths of each type of layer arrive, here; from 5.24 on in the layer.
-        paging = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, **kwargs}
+        paging = {KEY_OFFSETS.named(): cu_seq_lens_k, KEY_LENGTH.named(): max_length_k, **kwargs}
         if isinstance(cu_seq_lens_k, dict):
             key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=paging)
-            cu_seq_lens_k, max_length_k = paging["cu_seq_lens_k"], paging["max_length_k"]
+            cu_seq_lens_k, max_length_k = KEY_OFFSETS.of(paging), KEY_LENGTH.of(paging)
         in_pages = paging.get("block_table") is not None
         if not in_pages:
             value = _unpadded(module, query, value)
@@ -90,7 +92,7 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             deterministic=deterministic,
             sliding_window=kwargs["sliding_window"] if "sliding_window" in kwargs else _window_of(module),
             local_window=kwargs.get("local_window"),
-            position_ids=position_ids,
+            positions=position_ids,
             bias=kwargs.get("position_bias"),
             lengths=lengths,
         )
@@ -238,8 +240,7 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
         )
     _check_bias(call)
     context = current_context()
-    lengths = {} if call.lengths is None else call.lengths._asdict()
-    require_readable({"attention_mask": call.mask, "position_ids": call.position_ids, **lengths})
+    require_readable(dict(zip(_READ, (call.mask, call.positions, *(call.lengths or ())), strict=False)))
     in_full = functions.masked_attention is not None and call.mask is not None and call.mask.ndim == 4
     if in_full and not (call.bias is None and _reducible(call, context)):
         return _any_mask(functions.masked_attention, call, context)
@@ -454,9 +455,9 @@ def _sequences(call: AttentionCall, reduced: ReducedMask, own: ForwardContext | 
             if reduced.padding is not None and own.mask is None:
                 raise ValueError("packed sequences beside a mask with padding that the model has made itself")
         return sequences
-    if call.position_ids is None or reduced.padding is not None:
+    if call.positions is None or reduced.padding is not None:
         return None
-    sequences = sequences_of_positions(call.position_ids, batch, q_len, reduced.causal)
+    sequences = sequences_of_positions(call.positions, batch, q_len, reduced.causal)
     if sequences is not None and call.key.shape[1] != q_len:
         raise ValueError(
             "packed position_ids together with cached keys: nothing says which key belongs to which sequence"

@@ -223,7 +223,7 @@ class ForwardContext:
     @property
     def offsets(self) -> Tensor | None:
         """The ``cu_seq_lens_q``."""
-        return None if self.lengths is None else self.lengths.cu_seq_lens_q
+        return None if self.lengths is None else self.lengths.offsets_q
 
     def has_record(self, q_len: int, kv_len: int) -> bool:
         """Whether a mask of these sizes was made."""

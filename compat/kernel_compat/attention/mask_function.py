@@ -12,7 +12,7 @@ from ..errors import UnsupportedFeatureError
 from ..kernels.memo import fixed_shapes
 from ..patching.pass_through import unwrapped
 from .forward_context import ForwardContext, MaskRecord, current_context, record_mask
-from .roles import MASK_ARGUMENTS
+from .roles import MASK, MASK_ARGUMENTS
 from .tensors import as_int, require_readable, same_storage
 
 __all__ = ["MaskPattern", "attention_mask_function", "mask_pattern", "plain_mask_function", "query_length"]
@@ -47,7 +47,7 @@ def attention_mask_function(**arguments: Any) -> Tensor | None:
     _require_known(arguments)
     context = current_context()
     pattern = mask_pattern(arguments)
-    require_readable({"attention_mask": arguments.get("attention_mask")})
+    require_readable({MASK.named(arguments): MASK.of(arguments)})
     mask = padding = _make_mask(pattern, context, arguments)
     if pattern is None and mask is not None and context is not None:
         context.full_masks.append((mask, _separates(arguments["mask_function"])))
@@ -103,7 +103,7 @@ def _make_mask(pattern: MaskPattern | None, context: ForwardContext | None, argu
         without_skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         full: Tensor = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**{**arguments, **without_skips})
         return full
-    mask: Tensor | None = arguments.get("attention_mask")
+    mask: Tensor | None = MASK.of(arguments)
     kv_length, kv_offset, q_length = arguments["kv_length"], arguments.get("kv_offset", 0), query_length(arguments)
     compiling = torch.compiler.is_compiling()
     # More keys than queries: a cache. A static one has unused room after the last key, which must be hidden. The keys of
@@ -211,7 +211,7 @@ def _pattern_in_graph(function: Callable[..., Any], arguments: dict[str, Any]) -
     size = arguments.get("local_size")
     chunk = getattr(arguments.get("config"), "attention_chunk_size", None)
     # Before 5.0 it comes with a mask: without one upstream looks for packed sequences.
-    unknown = arguments.get("attention_mask") is not None and "local_size" not in arguments
+    unknown = MASK.of(arguments) is not None and "local_size" not in arguments
     if name != "and_mask" or arguments.get("use_vmap", unknown) or (chunk is not None and size in (None, chunk)):
         return None
     causal = "allow_is_bidirectional_skip" not in arguments

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 __all__ = [
     "ATTENTION_ARGUMENTS",
     "CACHE",
     "EMBEDDINGS",
+    "KEY_LENGTH",
+    "KEY_OFFSETS",
     "LAYER_CACHE",
     "LAYER_SETTINGS",
+    "LENGTHS",
     "MASK",
     "MASK_ARGUMENTS",
+    "MASK_EMBEDDINGS",
     "POSITIONS",
+    "QUERY_LENGTH",
+    "QUERY_OFFSETS",
+    "SINKS",
     "TOKENS",
     "USE_CACHE",
     "Role",
@@ -49,14 +56,22 @@ class Role(NamedTuple):
                 return value
         return None
 
-    def spelled(self, names: Iterable[str]) -> str | None:
+    def spelled(self, names: Collection[str]) -> str | None:
         """The spelling among names, such as those of a function's parameters; None if it isn't there."""
-        names = set(names)
-        return next((spelling for spelling in self.spellings if spelling in names), None)
+        for spelling in self.spellings:
+            if spelling in names:
+                return spelling
+        return None
+
+    def named(self, names: Collection[str] = ()) -> str:
+        """The spelling among names; the newest if it isn't there."""
+        return self.spelled(names) or self.spellings[0]
 
 
 TOKENS = Role("tokens", ("input_ids",))
 EMBEDDINGS = Role("embeddings", ("inputs_embeds",))
+#: Of the functions that make masks; renamed in 5.2.
+MASK_EMBEDDINGS = Role("embeddings of a mask", (*EMBEDDINGS.spellings, "input_embeds"))
 MASK = Role("mask", ("attention_mask",))
 POSITIONS = Role("positions", ("position_ids",))
 #: Of a model's forward, a mask's function and a model's outputs: `cache` since 5.24.
@@ -66,6 +81,13 @@ LAYER_CACHE = Role(
     "cache of a layer", ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past", "state")
 )
 USE_CACHE = Role("use of a cache", ("use_cache",))
+SINKS = Role("sinks", ("s_aux",))
+QUERY_OFFSETS = Role("offsets of queries", ("cu_seq_lens_q",))
+KEY_OFFSETS = Role("offsets of keys", ("cu_seq_lens_k",))
+QUERY_LENGTH = Role("longest queries", ("max_length_q",))
+KEY_LENGTH = Role("longest keys", ("max_length_k",))
+#: Of packed sequences, in the order of `PackedLengths`.
+LENGTHS = (QUERY_OFFSETS, KEY_OFFSETS, QUERY_LENGTH, KEY_LENGTH)
 
 #: Arguments of a mask function, on any release. Another one is refused: nothing says what it hides.
 MASK_ARGUMENTS = frozenset(
@@ -90,8 +112,8 @@ ATTENTION_ARGUMENTS = frozenset(
         ),
         *USE_CACHE.spellings,
         *("module", "query", "key", "value", *MASK.spellings, *POSITIONS.spellings, "scaling", "dropout", "softcap"),
-        *("is_causal", "sliding_window", "local_window", "s_aux", "position_bias", "deterministic", "cache"),
-        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+        *("is_causal", "sliding_window", "local_window", *SINKS.spellings, "position_bias", "deterministic", "cache"),
+        *(spelling for role in LENGTHS for spelling in role.spellings),
         *("block_table", "k_cache", "v_cache"),  # added by the paged cache in a layer, from 5.24 on
     }
 )

@@ -17,14 +17,13 @@ from ..errors import UnsupportedFeatureError
 from ..kernels.indices import sequence_numbers, true_first
 from ..kernels.memo import fixed_shapes
 from .boundaries import Sequences, offsets_on_host
-from .call import PackedLengths
 from .forward_context import ForwardContext, within
-from .roles import LAYER_CACHE, USE_CACHE
+from .roles import LAYER_CACHE, LENGTHS, USE_CACHE
 
 __all__ = ["RowCall", "Rows", "packed_rows", "padded_rows"]
 
 #: Arguments about the whole packed row, which its sequences must not get.
-_PACKED_ARGUMENTS = frozenset({"cache_position", "seq_idx", *PackedLengths._fields})
+_PACKED_ARGUMENTS = frozenset({"cache_position", "seq_idx", *(s for role in LENGTHS for s in role.spellings)})
 
 
 class Rows(NamedTuple):
@@ -63,7 +62,7 @@ def packed_rows(context: ForwardContext, padded: bool = True) -> Rows | None:
                 "a layer that lets padding change earlier tokens",
                 "Use transformers 5.17 or later, or don't compile.",
             )
-        longest = context.lengths.max_length_q  # type: ignore[union-attr]
+        longest = context.lengths.longest_q  # type: ignore[union-attr]
         return _fixed_rows(offsets, longest if isinstance(longest, int) else tokens, tokens)
     if padded not in context.rows:
         context.check_offsets()

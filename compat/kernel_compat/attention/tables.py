@@ -15,6 +15,7 @@ from ..patching.swap import Change
 from .forward import attention_forward
 from .mask_function import attention_mask_function, plain_mask_function
 from .names import AttentionName
+from .roles import KEY_OFFSETS
 from .sequence_parallel.ulysses import gathering_mask_function, spread
 
 __all__ = ["changes_of", "mask_function_of", "tables", "taken_by"]
@@ -99,7 +100,7 @@ def _paged_forward(entry: AttentionName) -> Callable[..., Any]:
             )
         cache = kwargs.get("cache")
         if entry.kernel.name == "flash_attention_4" and hasattr(cache, "trash_index"):
-            kwargs["cache"] = _without_garbage(cache, kwargs["cu_seq_lens_k"], module)
+            kwargs["cache"] = _without_garbage(cache, KEY_OFFSETS.of(kwargs), module)
         return upstream(module, *args, **kwargs)
 
     return paged_attention_forward

@@ -15,6 +15,7 @@ from ..kernels.memo import fixed_shapes
 from .boundaries import Sequences, longest, require_total
 from .call import AttentionCall, PackedLengths
 from .padding import padding, padding_segments, query_mask, runs
+from .roles import KEY_OFFSETS, QUERY_OFFSETS
 from .tensors import offsets_of
 
 __all__ = ["packed_attention", "padded_attention", "paged_attention", "sequences_attention"]
@@ -35,7 +36,7 @@ def packed_attention(functions: Any, call: AttentionCall, lengths: PackedLengths
     """
     batch, q_len = call.query.shape[:2]
     q_tokens, k_tokens = batch * q_len, batch * call.key.shape[1]
-    (cu_q, cu_k), max_q, max_k = lengths.offsets(), lengths.max_length_q, lengths.max_length_k
+    (cu_q, cu_k), max_q, max_k = lengths.offsets(), lengths.longest_q, lengths.longest_k
     if fixed_shapes(call.query):  # values can't be read: any upper bound is right
         max_q = max_q if isinstance(max_q, int) else q_tokens
         max_k = max_k if isinstance(max_k, int) else k_tokens
@@ -46,8 +47,8 @@ def packed_attention(functions: Any, call: AttentionCall, lengths: PackedLengths
         max_q = longest(cu_q) if max_q is None or isinstance(max_q, Tensor) else int(max_q)
         max_k = longest(cu_k) if max_k is None or isinstance(max_k, Tensor) else int(max_k)
         if batch > 1:  # packed sequences are usually in one row: offsets may be meant for each row
-            require_total(cu_q, q_tokens, "cu_seq_lens_q")
-            require_total(cu_k, k_tokens, "cu_seq_lens_k")
+            require_total(cu_q, q_tokens, QUERY_OFFSETS.named())
+            require_total(cu_k, k_tokens, KEY_OFFSETS.named())
     queries = Sequences(None, cu_q.to(torch.int32), max_q)
     # The same offsets for both: torch 2.15 chooses its fastest backend by that.
     keys = Sequences(None, queries.cu_seqlens if cu_k is cu_q else cu_k.to(torch.int32), max_k)
@@ -171,7 +172,7 @@ def paged_attention(kernel: Kernel, call: AttentionCall, paging: dict[str, Any])
     if kvcache is None:
         raise UnsupportedFeatureError("a paged cache", kernel.name, instead(kernel.name, "paged"))
     query, key, value = (x.transpose(0, 1) for x in (call.query, call.key, call.value))
-    sequences, offsets, window = query.shape[0], paging["cu_seq_lens_k"], call.sliding_window
+    sequences, offsets, window = query.shape[0], KEY_OFFSETS.of(paging), call.sliding_window
     output: Tensor = kvcache(
         query,
         paging["k_cache"],

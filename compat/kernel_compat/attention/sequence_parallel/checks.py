@@ -13,6 +13,7 @@ from torch import Tensor
 from ...errors import UnsupportedFeatureError
 from ...kernels.memo import fixed_shapes, memoised
 from ..call import check_heads, unsupported_argument
+from ..roles import KEY_OFFSETS, POSITIONS, QUERY_OFFSETS, SINKS
 from ..tensors import require
 from .all_to_all import all_to_all
 
@@ -90,18 +91,18 @@ def check_call(
     mask = _require_full(mask, tensors[0].shape[1], own)
     beginnings = mask
     if mask is None:  # a mask takes precedence over cu_seq_lens_*
-        beginnings = kwargs.get("cu_seq_lens_q")
-        for offsets in (beginnings, kwargs.get("cu_seq_lens_k")):
+        beginnings = QUERY_OFFSETS.of(kwargs)
+        for offsets in (beginnings, KEY_OFFSETS.of(kwargs)):
             if offsets is not None:
                 _require_end(offsets, own)
-    positions, sinks = kwargs.get("position_ids"), kwargs.get("s_aux")
+    positions, sinks = POSITIONS.of(kwargs), SINKS.of(kwargs)
     if positions is not None and positions.shape[-1] != own.tokens:
         causal = kwargs.get("is_causal")
         causal = bool(getattr(module, "is_causal", True)) if causal is None else causal
         _require_positions(positions, beginnings, causal, own)
-        kwargs = {name: value for name, value in kwargs.items() if name != "position_ids"}
+        kwargs = {name: value for name, value in kwargs.items() if name not in POSITIONS.spellings}
     if sinks is not None:
-        kwargs = {**kwargs, "s_aux": sinks.chunk(own.ranks)[own.rank]}
+        kwargs = {**kwargs, SINKS.named(kwargs): sinks.chunk(own.ranks)[own.rank]}
     return mask, kwargs
 
 
@@ -122,7 +123,7 @@ def _require_spreadable(tensors: tuple[Tensor, Tensor, Tensor], kwargs: dict[str
         )
     if key.shape[:3] != value.shape[:3] or key.shape[0] != batch:
         raise ValueError(f"shapes that don't fit: {[tuple(x.shape) for x in tensors]}")
-    check_heads(heads, kv_heads, kwargs.get("s_aux"))
+    check_heads(heads, kv_heads, SINKS.of(kwargs))
     if heads % ranks:
         raise _unsupported(
             f"{heads} query heads on {ranks} ranks", "The number of ranks must divide that of the query heads."

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
+from ..roles import LENGTHS, MASK, POSITIONS
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -134,7 +136,7 @@ def gathering_mask_function(
     def mask_function(**arguments: Any) -> Tensor | None:
         if (group := source()) is None:
             return (alone or plain_mask_function)(**arguments)
-        mask: Tensor | None = arguments.get("attention_mask")
+        mask: Tensor | None = MASK.of(arguments)
         ranks, length = dist.get_world_size(group), query_length(arguments)
         if (
             ranks == 1
@@ -155,12 +157,9 @@ def gathering_mask_function(
 
 def _with_model_arguments(kwargs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
     """The keywords of a layer, with the lengths and positions that its model got and didn't pass on."""
-    known = {} if context.lengths is None else context.lengths._asdict()
-    known["position_ids"] = context.positions
-    return {
-        **kwargs,
-        **{name: value for name, value in known.items() if value is not None and kwargs.get(name) is None},
-    }
+    known = (*zip(LENGTHS, context.lengths or (), strict=False), (POSITIONS, context.positions))
+    missing = {role.named(kwargs): value for role, value in known if value is not None and role.of(kwargs) is None}
+    return {**kwargs, **missing}
 
 
 def _slice_of(mask: Tensor | None, length: int, ranks: int, rank: int) -> Tensor | None:

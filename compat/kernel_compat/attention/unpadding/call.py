@@ -17,6 +17,7 @@ from ...patching.wrapping import functions_beneath
 from ..boundaries import Sequences, find_packing, restarts_of
 from ..defaults import resolve
 from ..forward_context import ForwardContext, arguments_by_name, current_context, parameter_names
+from ..roles import USE_CACHE
 from ..tensors import constant, offsets_of, require
 from .batch import Unpadding
 from .layers import structure_of
@@ -198,9 +199,9 @@ def _tokens_in(cache: Any) -> bool:
 
 def _uses_cache(model: Any, context: ForwardContext, arguments: dict[str, Any]) -> bool:
     """Whether a call fills a cache: that of mixers has states, which packed rows don't give."""
-    uses_cache = arguments.get("use_cache")
+    uses_cache = USE_CACHE.of(arguments)
     if uses_cache is None:
-        uses_cache = getattr(model.config.get_text_config(), "use_cache", False)
+        uses_cache = USE_CACHE.attribute_of(model.config.get_text_config())
     return bool(context.cache is not None or uses_cache)
 
 

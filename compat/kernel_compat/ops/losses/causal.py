@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...attention.roles import TOKENS
 from ...choosing.capabilities import has_own_forward, is_over_ranks
 from ...errors import UnsupportedFeatureError
 from ..instances import replaced
@@ -280,7 +281,7 @@ def unrun_because(model: Any, spec: KernelSpec, names: Iterable[object]) -> str:
         return "its weights are sharded"
     if any(p.is_inference() for p in parameters):
         return "its weights were created in inference mode"
-    if getattr(model, "main_input_name", "") != "input_ids":
+    if getattr(model, "main_input_name", "") not in TOKENS.spellings:
         return "its input isn't tokens"
     device = model.get_input_embeddings().weight.device.type
     if not {"any", device} & {*spec.hardware.kinds} and not spec.hardware.interpreted:
@@ -305,7 +306,7 @@ def probe(model: Any) -> float:
         try:
             for module, _ in modes:  # not by eval(), which replaces forwards where use_kernels is on
                 module.training = False
-            value = model(input_ids=tokens, labels=labels).loss
+            value = model(**{model.main_input_name: tokens}, labels=labels).loss
         except UnsupportedFeatureError:
             raise
         except Exception as error:  # it needs images, or another kind of tokens
