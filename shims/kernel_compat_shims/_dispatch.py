@@ -103,7 +103,9 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
             from kernel_compat.proving.loading import require_padding_free, require_proof
 
             require_proof(self, entry.name, unproven())
-            is_of_tokens = self.main_input_name in TOKENS.spellings and not getattr(self.config, "is_encoder_decoder", False)
+            is_of_tokens = self.main_input_name in TOKENS.spellings and not getattr(
+                self.config, "is_encoder_decoder", False
+            )
             if entry.padding_free and is_of_tokens:
                 require_padding_free(self, entry.name, unproven(), by_name=True)
         preload(attn_implementation)

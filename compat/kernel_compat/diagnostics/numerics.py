@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from ..attention.defaults import Report, installed, registered_attention, status
+from ..attention.roles import LENGTHS, POSITIONS, SINKS, Role
 from ..choosing.capabilities import kernel_of
 from ..choosing.torch_backend import use_torch_flash_backend
 from ..environment import Environment
@@ -107,7 +108,7 @@ class CheckReport:
 # The cases. The sequences are short, and no length is a multiple of a kernel's block size.
 
 HEADS, HEAD_DIM = 4, 64
-Layout = Literal["batch", "padded left", "padded right", "position_ids", "cu_seq_lens"]
+Layout = Literal["batch", "padded left", "padded right", "packed positions", "packed lengths"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Case:
 
     def places(self) -> list[tuple[int, slice]]:
         """Row and positions of each sequence in the attention function's input of shape ``(rows, length)``."""
-        if self.layout in ("position_ids", "cu_seq_lens"):
+        if self.layout.startswith("packed"):
             ends = [sum(self.lengths[: i + 1]) for i in range(len(self.lengths))]
             return [(0, slice(end - length, end)) for end, length in zip(ends, self.lengths, strict=True)]
         longest = max(self.lengths)
@@ -151,8 +152,8 @@ CASES = (
     Case("causal", (33, 33)),
     Case("padded left", (33, 20, 5), "padded left", needs=("causal", "varlen")),
     Case("padded right", (33, 20, 5), "padded right", needs=("causal", "varlen")),
-    Case("packed position_ids", (20, 5, 33), "position_ids", needs=("causal", "varlen")),
-    Case("packed cu_seq_lens", (20, 5, 33), "cu_seq_lens", needs=("causal", "varlen")),
+    Case("packed position_ids", (20, 5, 33), "packed positions", needs=("causal", "varlen")),
+    Case("packed cu_seq_lens", (20, 5, 33), "packed lengths", needs=("causal", "varlen")),
     Case("window", (33, 33), window=8, needs=("causal", "window")),
     Case("softcap", (33, 33), softcap=2.0, needs=("causal", "softcap")),
     Case("sinks", (33, 20, 5), "padded left", sinks=True, needs=("causal", "varlen", "sinks")),
@@ -294,7 +295,7 @@ class _Subject:
             self.forward = (self.entry and self.entry.forward) or attention_forward(kernel, name)
 
     def skip_because(self, case: Case) -> str | None:
-        if self.sdpa and case.layout == "cu_seq_lens":
+        if self.sdpa and case.layout == "packed lengths":
             return "it takes masks only"
         if self.entry and self.entry.mask and case.layout.startswith("padded"):
             return "its own mask function decides the mask"
@@ -313,20 +314,18 @@ class _Subject:
             return None if case.layout == "batch" and case.window is None else visible[:, None], {}
         rows, length = visible.shape[0], visible.shape[-1]
         mask = None
-        options: dict[str, Any] = {"position_ids": torch.arange(length, device=visible.device)[None]}
+        by_role: dict[Role, Any] = {POSITIONS: torch.arange(length, device=visible.device)[None]}
         if case.layout.startswith("padded"):
             mask = torch.zeros(rows, length, dtype=torch.bool, device=visible.device)
             for row, place in case.places():
                 mask[row, place] = True
-        elif case.layout == "position_ids":
-            options["position_ids"] = torch.cat([torch.arange(n, device=visible.device) for n in case.lengths])[None]
-        elif case.layout == "cu_seq_lens":
-            ends = [0, *(place.stop for _, place in case.places())]
+        elif case.layout == "packed positions":
+            by_role[POSITIONS] = torch.cat([torch.arange(n, device=visible.device) for n in case.lengths])[None]
+        elif case.layout == "packed lengths":
+            ends, longest = [0, *(place.stop for _, place in case.places())], max(case.lengths)
             offsets = torch.tensor(ends, dtype=torch.int32, device=visible.device)
-            options = {
-                **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), offsets),
-                **dict.fromkeys(("max_length_q", "max_length_k"), max(case.lengths)),
-            }
+            by_role = dict(zip(LENGTHS, (offsets, offsets, longest, longest), strict=True))
+        options = {role.named(): value for role, value in by_role.items()}
         if case.window is not None:
             options["sliding_window"] = case.window
         if case.softcap is not None:
@@ -433,7 +432,7 @@ def _compute(case: Case, subject: _Subject, device: str, dtype: Any, backward: b
     mask, options = subject.mask_and_options(case, visible.to(device))
     if case.sinks:
         sinks = torch.randn(HEADS, generator=generator, device="cpu").to(dtype).to(device).requires_grad_(backward)
-        inputs, options = (*inputs, sinks), {**options, "s_aux": sinks}
+        inputs, options = (*inputs, sinks), {**options, SINKS.named(): sinks}
     module = _stub(subject.name, case).to(device)
 
     def joined(x: Any) -> Any:  # (rows, length, ...) to (real tokens, ...)

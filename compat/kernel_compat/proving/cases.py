@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.roles import CACHE, LAYER_CACHE, USE_CACHE, cache_returned
+from ..attention import roles
+from ..attention.roles import (
+    CACHE,
+    LAYER_CACHE,
+    MASK,
+    POSITIONS,
+    QUERY_OFFSETS,
+    TOKENS,
+    USE_CACHE,
+    Role,
+    cache_returned,
+)
 from ..attention.unpadding.batch import Request
 from ..attention.unpadding.call import FLAG, head_of
 from ..attention.unpadding.layers import remove_hooks
@@ -48,12 +59,12 @@ class Comparison:
 
 
 def _no_cache(subject: Subject) -> dict[str, Any]:
-    return {"use_cache": False} if subject.takes("use_cache") and subject.has_tokens else {}
+    return subject.spell({USE_CACHE: False}) if subject.takes(USE_CACHE) and subject.has_tokens else {}
 
 
-def _given(subject: Subject, **more: Any) -> dict[str, Any]:
+def _given(subject: Subject, more: Mapping[Role, Any] = {}) -> dict[str, Any]:
     """The subject's inputs, without a cache, and more."""
-    return {**subject.inputs, **_no_cache(subject), **more}
+    return {**subject.given(more), **_no_cache(subject)}
 
 
 def _run(inputs: dict[str, Any]) -> Callable[[Any], Tensor]:
@@ -70,6 +81,10 @@ def _need(condition: bool, reason: str) -> None:
         raise NotApplicableError(reason)
 
 
+def _need_argument(subject: Subject, role: Role) -> None:
+    _need(subject.takes(role), f"its forward takes no {role.named()}")
+
+
 def _need_tokens(subject: Subject) -> None:
     _need(subject.has_sequence or subject.is_encoder_decoder, "it has no output for every token")
 
@@ -80,13 +95,13 @@ def _need_decoder(subject: Subject) -> None:
 
 def _need_mask(subject: Subject) -> None:
     _need(subject.has_tokens, "it takes no tokens")
-    _need(subject.takes("attention_mask"), "its forward takes no attention_mask")
+    _need_argument(subject, MASK)
 
 
 def _row(inputs: dict[str, Any], row: int, keep: Tensor) -> dict[str, Any]:
     """The inputs of one row, without its padding."""
     alone: dict[str, Any] = {}
-    shape = inputs["input_ids"].shape[:2]
+    shape = TOKENS.of(inputs).shape[:2]
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == shape:
             alone[name] = value[row : row + 1, keep]
@@ -115,7 +130,7 @@ def _full(subject: Subject) -> Callable[[Any], Tensor]:
 def _heard(subject: Subject, frames: int) -> Callable[[Any], Tensor]:
     """A function that returns the outputs for sound whose first row is padded, without the outputs of the padding."""
     mask = sound_padding(len(next(iter(subject.inputs.values()))), frames)
-    inputs = {**subject.inputs, "attention_mask": mask}
+    inputs = subject.given({MASK: mask})
 
     def run(model: Any) -> Tensor:
         output = main_output(forward(model, inputs))
@@ -135,16 +150,16 @@ def _padded(subject: Subject, side: str) -> Iterator[Comparison]:
     _need_tokens(subject)
     _need_mask(subject)
     mask = padding(side, *subject.shape)
-    inputs = _given(subject, attention_mask=mask)
+    inputs = _given(subject, {MASK: mask})
     if subject.is_encoder_decoder:
         yield Comparison(_run(inputs))
         return
     found = _kept(inputs, mask)
-    positioned = side == "left" and "position_ids" in subject.names
+    positioned = side == "left" and POSITIONS.spelled(subject.names) is not None
     if side == "holes" or positioned:
         yield Comparison(found)
     if positioned:
-        found = _kept({**inputs, "position_ids": _positions_under(mask)}, mask)
+        found = _kept({**inputs, **subject.spell({POSITIONS: _positions_under(mask)})}, mask)
     if side != "holes":
         also = _each_row(_given(subject), mask)
         yield Comparison(found, also=also, note="eager attention differs from each row computed alone")
@@ -159,7 +174,7 @@ def _mask_bool(subject: Subject) -> Iterator[Comparison]:
     _need_tokens(subject)
     _need_mask(subject)
     mask = padding("right", *subject.shape)
-    number, boolean = (_given(subject, attention_mask=m) for m in (mask, mask.bool()))
+    number, boolean = (_given(subject, {MASK: m}) for m in (mask, mask.bool()))
     if subject.is_encoder_decoder:
         yield Comparison(_run(number), _run(boolean))
     else:
@@ -176,10 +191,10 @@ def _mask_4d(subject: Subject) -> Iterator[Comparison]:
     if subject.is_causal:
         visible = visible & torch.ones(length, length, dtype=torch.bool).tril()
     additive = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-    expected = _kept(_given(subject, attention_mask=additive), mask)
+    expected = _kept(_given(subject, {MASK: additive}), mask)
     yield Comparison(expected)
     # Eager attention adds a mask to the scores, a boolean one too.
-    yield Comparison(expected, _kept(_given(subject, attention_mask=visible), mask))
+    yield Comparison(expected, _kept(_given(subject, {MASK: visible}), mask))
 
 
 # Packed sequences.
@@ -187,8 +202,8 @@ def _mask_4d(subject: Subject) -> Iterator[Comparison]:
 
 def _need_packing(subject: Subject) -> None:
     _need_decoder(subject)
-    _need(subject.takes("position_ids"), "its forward takes no position_ids")
-    _need(not subject.has_positions_of_its_own, "its position embeddings don't follow position_ids")
+    _need_argument(subject, POSITIONS)
+    _need(not subject.has_positions_of_its_own, f"its position embeddings don't follow {POSITIONS.named()}")
 
 
 def _positions(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
@@ -198,7 +213,7 @@ def _positions(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
 def _rows(subject: Subject, rows: int) -> dict[str, Any]:
     """The first rows of the subject's inputs, with other tokens, none of them special, and without a cache."""
     inputs = {name: value[:rows] for name, value in subject.inputs.items() if isinstance(value, Tensor)}
-    return {**inputs, "input_ids": tokens(subject.vocabulary, rows), **_no_cache(subject)}
+    return {**inputs, **subject.spell({TOKENS: tokens(subject.vocabulary, rows)}), **_no_cache(subject)}
 
 
 def _one_by_one(subject: Subject, inputs: dict[str, Any], lengths: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -209,8 +224,8 @@ def _one_by_one(subject: Subject, inputs: dict[str, Any], lengths: tuple[int, ..
     alone = []
     for begin, end in pairwise(accumulate(lengths, initial=0)):
         one = {name: value[:, begin:end] if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        if "position_ids" in subject.names:
-            one["position_ids"] = torch.arange(end - begin)[None]
+        if POSITIONS.spelled(subject.names):
+            one |= subject.spell({POSITIONS: torch.arange(end - begin)[None]})
         alone.append(one)
     return alone
 
@@ -222,19 +237,19 @@ def _apart(subject: Subject, inputs: dict[str, Any], lengths: tuple[int, ...]) -
         alone = _one_by_one(subject, inputs, lengths)
         return torch.cat([main_output(forward(model, one)) for one in alone], 1)
 
-    return subject.once(("apart", tuple(inputs["input_ids"].flatten().tolist()), lengths, tuple(inputs)), run)
+    return subject.once(("apart", tuple(TOKENS.of(inputs).flatten().tolist()), lengths, tuple(inputs)), run)
 
 
 def _packed(
-    subject: Subject, lengths: tuple[int, ...] = LENGTHS, cache: bool = False, **more: Any
+    subject: Subject, lengths: tuple[int, ...] = LENGTHS, cache: bool = False, more: Mapping[Role, Any] = {}
 ) -> Iterator[Comparison]:
     """Sequences packed in one row, whose rest is padding, compared with each computed alone."""
     _need_packing(subject)
     rows = _rows(subject, 1)
     total = sum(lengths)
-    inputs = {**rows, "position_ids": _positions((*lengths, LENGTH - total)), **more}
+    inputs = {**rows, **subject.spell({POSITIONS: _positions((*lengths, LENGTH - total)), **more})}
     if cache:
-        inputs.pop("use_cache", None)
+        inputs.pop(USE_CACHE.named(inputs), None)
     yield Comparison(_apart(subject, rows, lengths), lambda model: _run(inputs)(model)[:, :total])
 
 
@@ -242,7 +257,7 @@ def _packed_mrope(subject: Subject) -> Iterator[Comparison]:
     """Packed positions of time, height and width, with a row of text positions above them and without."""
     _need(subject.has_sections, "its positions have no sections")
     for rows in (4, 3):
-        yield from _packed(subject, position_ids=_positions().expand(rows, 1, -1).contiguous())
+        yield from _packed(subject, more={POSITIONS: _positions().expand(rows, 1, -1).contiguous()})
 
 
 def _packed_batch(subject: Subject) -> Iterator[Comparison]:
@@ -258,21 +273,22 @@ def _packed_batch(subject: Subject) -> Iterator[Comparison]:
             rows.append(_apart(subject, one, lengths)(model))
         return torch.cat(rows)
 
-    yield Comparison(expected, _run({**both, "position_ids": torch.cat([_positions(lengths) for lengths in packed])}))
+    positions = torch.cat([_positions(lengths) for lengths in packed])
+    yield Comparison(expected, _run({**both, **subject.spell({POSITIONS: positions})}))
 
 
-def _packed_lengths(subject: Subject, **more: Any) -> Iterator[Comparison]:
-    _need(subject.takes("cu_seq_lens_q"), "its forward takes no cu_seq_lens_q")
+def _packed_lengths(subject: Subject, more: Mapping[Role, Any] = {}) -> Iterator[Comparison]:
+    _need_argument(subject, QUERY_OFFSETS)
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
-    sides = {f"cu_seq_lens_{side}": offsets for side in "qk"} | {f"max_length_{side}": max(LENGTHS) for side in "qk"}
-    yield from _packed(subject, **sides, **more)
+    sides = dict(zip(roles.LENGTHS, (offsets, offsets, max(LENGTHS), max(LENGTHS)), strict=True))
+    yield from _packed(subject, more={**sides, **more})
 
 
 def _packed_under(subject: Subject, marks: tuple[int, int, int]) -> Iterator[Comparison]:
     """Two packed sequences and padding, with a mask that has these numbers for the tokens of each."""
     _need_mask(subject)
     mask = torch.tensor(marks).repeat_interleave(torch.tensor(LENGTHS))[None]
-    yield from _packed(subject, LENGTHS[:2], attention_mask=mask)
+    yield from _packed(subject, LENGTHS[:2], more={MASK: mask})
 
 
 # Caches.
@@ -294,21 +310,20 @@ def _continued(
     subject: Subject, steps: tuple[int, ...], cache: Callable[[Any], Any] | None = None, mask: Tensor | None = None
 ) -> Callable[[Any], Tensor]:
     """A function that returns the outputs of a sequence computed in steps of these lengths against one cache."""
-    name_of_cache = CACHE.spelled(subject.names)
-    assert name_of_cache is not None
 
     def run(model: Any) -> Tensor:
         past = cache(model) if cache is not None else None
         parts = []
         for begin, end in pairwise(accumulate(steps, initial=0)):
             inputs = {name: value[:, begin:end] for name, value in subject.inputs.items() if isinstance(value, Tensor)}
-            inputs["use_cache"] = True
+            given: dict[Role, Any] = {USE_CACHE: True}
             if past is not None:
-                inputs[name_of_cache] = past
+                given[CACHE] = past
             if mask is not None:
-                inputs["attention_mask"] = mask[:, :end]
-                if "position_ids" in subject.names:
-                    inputs["position_ids"] = _positions_under(mask[:, :end])[:, begin:end]
+                given[MASK] = mask[:, :end]
+                if POSITIONS.spelled(subject.names):
+                    given[POSITIONS] = _positions_under(mask[:, :end])[:, begin:end]
+            inputs |= subject.spell(given)
             if cache is not None and "cache_position" in subject.names:
                 inputs["cache_position"] = torch.arange(begin, end)
             output = forward(model, inputs)
@@ -347,8 +362,8 @@ def _cached_static(subject: Subject) -> Iterator[Comparison]:
     _need_cache(subject)
     _need_mask(subject)
     mask = padding("left", *subject.shape)
-    positions = {"position_ids": _positions_under(mask)} if "position_ids" in subject.names else {}
-    full = _kept(_given(subject, attention_mask=mask, **positions), mask)
+    positions = {POSITIONS: _positions_under(mask)} if POSITIONS.spelled(subject.names) else {}
+    full = _kept(_given(subject, {MASK: mask, **positions}), mask)
     steps = _continued(subject, (8, 4, 1, 1), _static, mask)
 
     def real(model: Any) -> Tensor:
@@ -370,8 +385,8 @@ def _generated(subject: Subject, **options: Any) -> Iterator[Comparison]:
     _need(subject.is_causal or subject.is_encoder_decoder, "it is no causal decoder")
     _need(subject.eager.can_generate() and hasattr(subject.eager, "generate"), "it can't generate")
     inputs = {name: value for name, value in subject.inputs.items() if name != "decoder_input_ids"}
-    if subject.takes("attention_mask") and subject.has_tokens:
-        inputs["attention_mask"] = padding("left", *subject.shape)
+    if subject.takes(MASK) and subject.has_tokens:
+        inputs |= subject.spell({MASK: padding("left", *subject.shape)})
     greedy = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     begins = subject.eager.generation_config
     if subject.is_encoder_decoder and begins.decoder_start_token_id is None and begins.bos_token_id is None:
@@ -422,16 +437,16 @@ def _gradients(model: Any, loss: Tensor) -> Tensor:
 
 
 def _padded_runs(subject: Subject) -> list[_Run]:
-    if subject.has_tokens and (subject.has_sequence or subject.is_encoder_decoder) and subject.takes("attention_mask"):
+    if subject.has_tokens and (subject.has_sequence or subject.is_encoder_decoder) and subject.takes(MASK):
         mask = padding("right", *subject.shape)
-        return [(_given(subject, attention_mask=mask), None if subject.is_encoder_decoder else mask)]
+        return [(_given(subject, {MASK: mask}), None if subject.is_encoder_decoder else mask)]
     return [(_given(subject), None)]
 
 
 def _packed_runs(subject: Subject) -> tuple[list[_Run], list[_Run]]:
     """Inputs of packed sequences, and of the same sequences one by one."""
     rows = _rows(subject, 1)
-    return [({**rows, "position_ids": _positions()}, None)], [
+    return [({**rows, **subject.spell({POSITIONS: _positions()})}, None)], [
         (one, None) for one in _one_by_one(subject, rows, LENGTHS)
     ]
 
@@ -461,7 +476,7 @@ def _checkpointed(subject: Subject, reentrant: bool) -> Iterator[Comparison]:
     padded = _padded_runs(subject)
     run = _trained(padded, checkpointing)
     yield Comparison(run, tolerance=GRADIENTS, also=subject.once("gradients", _trained(padded)), note=note)
-    if subject.is_causal and subject.takes("position_ids") and not subject.has_positions_of_its_own:
+    if subject.is_causal and subject.takes(POSITIONS) and not subject.has_positions_of_its_own:
         together, alone = _packed_runs(subject)
         also = subject.once("gradients apart", _trained(alone))
         expected, found = (_trained(runs, checkpointing) for runs in (alone, together))
@@ -520,9 +535,10 @@ def _padding_free(subject: Subject) -> Iterator[Comparison]:
             yield compare(_without_padding(inputs, right))
     request.tokens = None
     if (with_images := subject.inputs_with_images) is not None:
-        mask = torch.ones_like(with_images["input_ids"])
+        mask = torch.ones_like(TOKENS.of(with_images))
         mask[0, :2] = 0
-        yield from allowed(_without_padding({**with_images, **_no_cache(subject), "attention_mask": mask}, mask))
+        masked = {**with_images, **_no_cache(subject), **subject.spell({MASK: mask})}
+        yield from allowed(_without_padding(masked, mask))
     if subject.is_causal and subject.eager.can_generate() and hasattr(subject.eager, "generate"):
         yield from (compare(comparison.expected) for comparison in _generated(subject))
 
@@ -549,14 +565,14 @@ def _without_padding(inputs: dict[str, Any], mask: Tensor) -> Callable[[Any], Te
 
 def _padded_batch(subject: Subject, mask: Tensor) -> dict[str, Any]:
     """The subject's inputs of so many rows, without a cache; the ids of padding are the padding token's, as heads read them."""
-    given, rows = _given(subject, attention_mask=mask), len(subject.inputs["input_ids"])
+    given, rows = _given(subject, {MASK: mask}), subject.shape[0]
     for name, value in given.items():
         if isinstance(value, Tensor) and value is not mask and len(value) == rows:
             given[name] = value[: len(mask)]
     token = getattr(subject.config.get_text_config(), "pad_token_id", None)
-    ids = given["input_ids"]
+    ids = TOKENS.of(given)
     if isinstance(token, int) and 0 <= token < subject.vocabulary and ids.shape == mask.shape:
-        given["input_ids"] = ids.masked_fill(mask == 0, token)
+        given |= subject.spell({TOKENS: ids.masked_fill(mask == 0, token)})
     return given
 
 
@@ -594,8 +610,8 @@ def _cross_attention(subject: Subject) -> Iterator[Comparison]:
     """Both sides padded, with equal lengths and with different ones."""
     _need(subject.is_encoder_decoder, "it has no cross-attention between an encoder and a decoder")
     inputs = _given(subject)
-    if subject.takes("attention_mask") and subject.has_tokens:
-        inputs["attention_mask"] = padding("right", *subject.shape)
+    if subject.takes(MASK) and subject.has_tokens:
+        inputs |= subject.spell({MASK: padding("right", *subject.shape)})
     ids = inputs["decoder_input_ids"]
     shorter = {**inputs, "decoder_input_ids": ids[:, :9]}
     masked = subject.takes("decoder_attention_mask")
@@ -628,10 +644,10 @@ def _image(subject: Subject) -> Iterator[Comparison]:
     # Up to 5.2 eager attention without a cache mistakes the rows of M-RoPE positions for packed sequences.
     alone = _run(inputs)
     yield Comparison(alone, also=cached, note="eager attention with a cache differs")
-    if subject.takes("attention_mask"):
-        mask = torch.ones_like(inputs["input_ids"])
+    if subject.takes(MASK):
+        mask = torch.ones_like(TOKENS.of(inputs))
         mask[0, :2] = 0
-        yield Comparison(_kept({**inputs, "attention_mask": mask}, mask))
+        yield Comparison(_kept({**inputs, **subject.spell({MASK: mask})}, mask))
 
 
 #: Functions that yield the comparisons of a subject, or raise NotApplicableError or UntestedError.
@@ -648,7 +664,7 @@ CASES: dict[str, Callable[[Subject], Iterable[Comparison]]] = {
     "packed_batch": _packed_batch,
     "packed_lengths": _packed_lengths,
     # As some collators always pass.
-    "packed_lengths_mask": partial(_packed_lengths, attention_mask=torch.ones(1, LENGTH, dtype=torch.long)),
+    "packed_lengths_mask": partial(_packed_lengths, more={MASK: torch.ones(1, LENGTH, dtype=torch.long)}),
     "packed_mask": partial(_packed_under, marks=(1, 1, 0)),
     # The mask numbers the sequences from 1; 0 is padding.
     "indexed_mask": partial(_packed_under, marks=(1, 2, 0)),

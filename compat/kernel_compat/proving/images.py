@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention.roles import TOKENS
 from .inputs import BATCH, Maker, tokens, vocabulary_of
 
 __all__ = ["image_inputs"]
@@ -94,7 +95,7 @@ def _text(model: Any, names: list[str], images: dict[str, Any], token: int, coun
     else:  # images of different sizes: one row has them all
         ids = torch.cat([text[0, :2], *(part for one in marked for part in (one, text[1, :1])), text[0, 2:]])[None]
     kinds: dict[str, Tensor] = {n: (ids == token).long() for n in ("mm_token_type_ids", "token_type_ids") if n in names}
-    return {"input_ids": ids, **images, **kinds}
+    return {TOKENS.named(names): ids, **images, **kinds}
 
 
 def _tokens_around(config: Any, side: str) -> list[int]:

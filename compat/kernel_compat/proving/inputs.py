@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.roles import CACHE
+from ..attention.roles import CACHE, EMBEDDINGS, TOKENS
 
 __all__ = [
     "BATCH",
@@ -49,8 +49,7 @@ _OPTIONAL = (
     ("pixel_values", "image_attention_mask"),
     ("input_features", "input_features_mask"),
     ("states", "actions", "rewards", "returns_to_go", "timesteps"),
-    ("inputs_embeds",),
-    *((spelling,) for spelling in CACHE.spellings),
+    *((spelling,) for role in (EMBEDDINGS, CACHE) for spelling in role.spellings),
     ("frame_idx",),
 )
 
@@ -131,13 +130,13 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
     found = inspect.signature(model.forward).parameters.values()
     named = {p.name: p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     needed = [name for name, p in named.items() if p.default is p.empty]
-    needed += [name for name in ("input_ids",) if name in named]
+    needed += [name for name in TOKENS.spellings if name in named]
     needed += [name for name in ("decoder_input_ids",) if name in named and has_decoder(model.config)]
     for optional in _OPTIONAL:
         if named.keys() >= set(optional):
             wanted = list(dict.fromkeys([*needed, *optional]))
             # Arguments that others are made from come first.
-            wanted.sort(key=lambda name: ("mask" in name, "padding" in name, name != "input_ids"))
+            wanted.sort(key=lambda name: ("mask" in name, "padding" in name, name not in TOKENS.spellings))
             yield from Maker(model.config, list(named)).filled(wanted)
 
 
@@ -189,7 +188,8 @@ def _decoder_ids(maker: Maker, chosen: dict[str, Any]) -> Iterator[Tensor]:
 
 def _images(maker: Maker, chosen: dict[str, Any]) -> Iterator[Tensor]:
     """Patches for models that take grids, else images, then videos or several images, then patches."""
-    rows = len(chosen["input_ids"]) if "input_ids" in chosen else BATCH
+    ids = TOKENS.of(chosen)
+    rows = BATCH if ids is None else len(ids)
     channels = maker.number("num_channels", "in_channels", "in_chans", default=3)
     size = maker.number("image_size", "img_size", "crop_size", default=64)
     patch = maker.number("patch_size", default=4)
@@ -320,11 +320,10 @@ def _normal(*shape: int | tuple[str, int]) -> Callable[[Maker, dict[str, Any]], 
 
 #: For each argument, a function that returns the values to try, the most likely first. It gets the values chosen before.
 _VALUES: dict[str, Callable[[Maker, dict[str, Any]], Iterable[Any]]] = {
-    "input_ids": _ids,
+    **dict.fromkeys(TOKENS.spellings, _ids),
     "qformer_input_ids": _ids,
     "decoder_input_ids": _decoder_ids,
-    "inputs_embeds": _normal(BATCH, LENGTH, ("hidden_size", 64)),
-    "noise_embeds": _normal(BATCH, LENGTH, ("hidden_size", 64)),
+    **dict.fromkeys((*EMBEDDINGS.spellings, "noise_embeds"), _normal(BATCH, LENGTH, ("hidden_size", 64))),
     "context_hidden_states": _context,
     **dict.fromkeys(CACHE.spellings, _draft_cache),
     "latents": _normal(BATCH, ("hidden_size", 64), LENGTH),

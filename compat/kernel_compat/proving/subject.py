@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..attention.roles import MASK, POSITIONS, TOKENS, USE_CACHE, Role
 from ..errors import KernelCompatError
 from ..kernels import Functions, Kernel
 from ..versions import within
@@ -195,8 +196,9 @@ class Subject:
         self, untried: Iterable[dict[str, Any]], problems: dict[str, None]
     ) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """Yields inputs that the eager model takes, with its output; with ``use_cache=False`` if no cache can be made."""
+        uses_cache = USE_CACHE.spelled(self.names)
         for inputs in untried:
-            for given in (inputs, {**inputs, "use_cache": False}) if "use_cache" in self.names else (inputs,):
+            for given in (inputs, {**inputs, uses_cache: False}) if uses_cache else (inputs,):
                 try:
                     output = main_output(forward(self.eager, given))
                 except Exception as error:
@@ -221,9 +223,21 @@ class Subject:
         finally:
             counted.silent = False
 
-    def takes(self, name: str) -> bool:
+    def takes(self, argument: str | Role) -> bool:
         """Whether the model's forward takes this argument."""
-        return name in self.names or self.takes_any
+        return self.takes_any or not self.names.isdisjoint(getattr(argument, "spellings", (argument,)))
+
+    def spell(self, values: Mapping[Role, Any]) -> dict[str, Any]:
+        """Arguments by the names that the model's forward has for them, or the forwards that it passes ``**kwargs`` on to."""
+        return {role.spelled(self.names) or role.named(self._inner_names): value for role, value in values.items()}
+
+    def given(self, values: Mapping[Role, Any]) -> dict[str, Any]:
+        """The subject's inputs, with other values or more."""
+        return {**self.inputs, **self.spell(values)}
+
+    @cached_property
+    def _inner_names(self) -> frozenset[str]:
+        return frozenset().union(*(parameters(module)[0] for module in self.eager.modules()))
 
     @cached_property
     def vocabulary(self) -> int:
@@ -233,15 +247,15 @@ class Subject:
     @property
     def shape(self) -> tuple[int, int]:
         """The inputs' number of rows and of tokens in a row."""
-        if "input_ids" not in self.inputs:
+        if not self.has_tokens:
             raise NotApplicableError("it takes no tokens")
-        rows, length = self.inputs["input_ids"].shape[:2]
+        rows, length = TOKENS.of(self.inputs).shape[:2]
         return rows, length
 
     @cached_property
     def has_tokens(self) -> bool:
         """Whether the model takes token ids."""
-        return "input_ids" in self.inputs
+        return TOKENS.spelled(self.inputs) is not None
 
     @cached_property
     def is_encoder_decoder(self) -> bool:
@@ -254,27 +268,27 @@ class Subject:
         if not self.has_tokens:
             return False
         output = main_output(forward(self.eager, self.inputs))
-        return output.ndim >= 3 and tuple(output.shape[:2]) == tuple(self.inputs["input_ids"].shape)
+        return output.ndim >= 3 and tuple(output.shape[:2]) == tuple(TOKENS.of(self.inputs).shape)
 
     @cached_property
     def is_causal(self) -> bool:
         """Whether the outputs of the first tokens are independent of the last token, measured with eager attention."""
         if not self.has_sequence or self.is_encoder_decoder:
             return False
-        ids = self.inputs["input_ids"]
+        ids = TOKENS.of(self.inputs)
         other = ids.clone()
         other[:, -1] = torch.where(ids[:, -1] == 7, 8, 7)
-        first, second = (main_output(forward(self.eager, {**self.inputs, "input_ids": i})) for i in (ids, other))
+        first, second = (main_output(forward(self.eager, self.given({TOKENS: i}))) for i in (ids, other))
         return not torch.equal(first, second) and distance(second[:, :-1], first[:, :-1]) < 1e-4
 
     @cached_property
     def has_positions_of_its_own(self) -> bool:
-        """Whether the model embeds positions but ignores `position_ids`, which it takes only by ``**kwargs``."""
-        if "position_ids" in self.names:
+        """Whether the model embeds positions but ignores the argument for them, which it takes only by ``**kwargs``."""
+        if POSITIONS.spelled(self.names):
             return False
         embeds = any("position" in type(m).__name__.lower() for m in self.eager.modules())
-        positions = torch.arange(LENGTH).flip(0)[None].expand(len(self.inputs["input_ids"]), -1)
-        with_positions = main_output(forward(self.eager, {**self.inputs, "position_ids": positions}))
+        positions = torch.arange(LENGTH).flip(0)[None].expand(self.shape[0], -1)
+        with_positions = main_output(forward(self.eager, self.given({POSITIONS: positions})))
         return embeds and torch.equal(main_output(forward(self.eager, self.inputs)), with_positions)
 
     @cached_property
@@ -295,11 +309,11 @@ class Subject:
         """The number of columns of a padding mask for sound; None if the model takes no such mask."""
         names = ("input_features", "input_values")
         sound = next((self.inputs[name] for name in names if name in self.inputs), None)
-        if self.has_tokens or "attention_mask" not in self.names or sound is None:
+        if self.has_tokens or MASK.spelled(self.names) is None or sound is None:
             return None
         for length in dict.fromkeys(reversed(sound.shape[1:])):
             try:
-                forward(self.eager, {**self.inputs, "attention_mask": sound_padding(len(sound), length)})
+                forward(self.eager, self.given({MASK: sound_padding(len(sound), length)}))
                 return int(length)
             except Exception:  # the mask is over another dimension
                 continue
