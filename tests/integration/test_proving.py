@@ -21,7 +21,7 @@ from tiny import CAUSAL_LMS
 
 import kernel_compat
 from kernel_compat import cli
-from kernel_compat.attention.roles import Role
+from kernel_compat.attention.roles import MASK, Role
 from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.kernels import Functions, Kernel, known_kernels
 from kernel_compat.proving import QUICK, Proof, cases, proof, prove_config, prove_type, sweep, table
@@ -183,6 +183,30 @@ def test_a_cache_under_an_unknown_name_is_no_reason_for_a_green_proof(
     said = " ".join(capsys.readouterr().out.split())
     assert "LlamaForCausalLM cached lost: it ran on 4.54, not here: its forward takes" in said
     assert "1 lost" in said
+
+
+class RenamedMask(transformers.LlamaForCausalLM):
+    """A model of a release that has renamed the mask."""
+
+    def forward(self, input_ids: Any = None, padding_mask: Any = None, position_ids: Any = None) -> Any:
+        return super().forward(input_ids, **{MASK.spellings[-1]: padding_mask}, position_ids=position_ids)
+
+
+class PassesOn(transformers.LlamaForCausalLM):
+    """A model that passes on what the models within it name."""
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, **kwargs)
+
+
+@pytest.mark.parametrize("model_class", [RenamedMask, PassesOn, transformers.LlamaForCausalLM])
+def test_a_renamed_argument_loses_no_case(model_class: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Role("mask", ("padding_mask", *MASK.spellings))
+    for module in [module for module in sys.modules.values() if vars(module).get("MASK") is MASK]:
+        if module.__name__ != __name__:
+            monkeypatch.setattr(module, "MASK", both)
+    ran = ["padded_left", "padded_right", "mask_bool", "mask_4d", "packed_mask", "gradients"]
+    assert verdicts(prove_config(CAUSAL_LMS["llama"](), model_class, ran)) == dict.fromkeys(ran, "equal")
 
 
 def test_unknown_types() -> None:
