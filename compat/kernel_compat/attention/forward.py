@@ -20,7 +20,7 @@ from .call import AttentionCall, PackedLengths, check_heads, unsupported_argumen
 from .forward_context import ForwardContext, current_context, require_open
 from .mask_reduction import ReducedMask, reduce_mask, visible_and_bias
 from .padding import padding_segments
-from .roles import ATTENTION_ARGUMENTS, KEY_LENGTH, KEY_OFFSETS, LAYER_SETTINGS, LENGTHS, MASK, POSITIONS
+from .roles import ATTENTION_ARGUMENTS, KEY_LENGTH, KEY_OFFSETS, LAYER_SETTINGS, LENGTHS, MASK, POSITIONS, SINKS
 from .tensors import constant, require_readable, same_storage
 from .varlen import packed_attention, padded_attention, paged_attention, sequences_attention
 
@@ -87,7 +87,7 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             attention_mask,
             scale=_setting(module, "scaling", scaling, query.shape[-1] ** -0.5),
             softcap=_setting(module, "softcap", softcap),
-            sinks=_setting(module, "s_aux", s_aux),
+            sinks=_setting(module, SINKS.named(), s_aux),
             dropout=dropout,
             deterministic=deterministic,
             sliding_window=kwargs["sliding_window"] if "sliding_window" in kwargs else _window_of(module),

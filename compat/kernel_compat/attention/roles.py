@@ -120,7 +120,7 @@ ATTENTION_ARGUMENTS = frozenset(
 
 
 #: A layer's attribute by the argument in which the layer passes it to its attention: of Gemma-2 and those after it, of GPT-OSS.
-LAYER_SETTINGS = {"softcap": "attn_logit_softcapping", "s_aux": "sinks", "scaling": "scaling"}
+LAYER_SETTINGS = {"softcap": "attn_logit_softcapping", SINKS.named(): "sinks", "scaling": "scaling"}
 
 
 def _is_compiling() -> bool:

@@ -81,10 +81,6 @@ def _need(condition: bool, reason: str) -> None:
         raise NotApplicableError(reason)
 
 
-def _need_argument(subject: Subject, role: Role) -> None:
-    _need(subject.takes(role), f"its forward takes no {role.named()}")
-
-
 def _need_tokens(subject: Subject) -> None:
     _need(subject.has_sequence or subject.is_encoder_decoder, "it has no output for every token")
 
@@ -95,7 +91,7 @@ def _need_decoder(subject: Subject) -> None:
 
 def _need_mask(subject: Subject) -> None:
     _need(subject.has_tokens, "it takes no tokens")
-    _need_argument(subject, MASK)
+    _need(subject.takes(MASK), f"its forward takes no {MASK.named()}")
 
 
 def _row(inputs: dict[str, Any], row: int, keep: Tensor) -> dict[str, Any]:
@@ -202,7 +198,7 @@ def _mask_4d(subject: Subject) -> Iterator[Comparison]:
 
 def _need_packing(subject: Subject) -> None:
     _need_decoder(subject)
-    _need_argument(subject, POSITIONS)
+    _need(subject.takes(POSITIONS), f"its forward takes no {POSITIONS.named()}")
     _need(not subject.has_positions_of_its_own, f"its position embeddings don't follow {POSITIONS.named()}")
 
 
@@ -278,7 +274,7 @@ def _packed_batch(subject: Subject) -> Iterator[Comparison]:
 
 
 def _packed_lengths(subject: Subject, more: Mapping[Role, Any] = {}) -> Iterator[Comparison]:
-    _need_argument(subject, QUERY_OFFSETS)
+    _need(subject.takes(QUERY_OFFSETS), f"its forward takes no {QUERY_OFFSETS.named()}")
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     sides = dict(zip(roles.LENGTHS, (offsets, offsets, max(LENGTHS), max(LENGTHS)), strict=True))
     yield from _packed(subject, more={**sides, **more})
@@ -537,8 +533,7 @@ def _padding_free(subject: Subject) -> Iterator[Comparison]:
     if (with_images := subject.inputs_with_images) is not None:
         mask = torch.ones_like(TOKENS.of(with_images))
         mask[0, :2] = 0
-        masked = {**with_images, **_no_cache(subject), **subject.spell({MASK: mask})}
-        yield from allowed(_without_padding(masked, mask))
+        yield from allowed(_without_padding({**with_images, **_no_cache(subject), **subject.spell({MASK: mask})}, mask))
     if subject.is_causal and subject.eager.can_generate() and hasattr(subject.eager, "generate"):
         yield from (compare(comparison.expected) for comparison in _generated(subject))
 
