@@ -405,7 +405,7 @@ def test_a_cache_of_another_kind_is_left_alone(installed: kernel_compat.Report) 
     q, k, v = (torch.randn(1, heads, 5, 16) for heads in (8, 2, 2))
     kept = transformers.DynamicCache()
     attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[NAME]
-    expected, found = (attend(layer, q, k, v, None, **more)[0] for more in ({}, {"cache": kept}))
+    expected, found = (attend(layer, q, k, v, None, scaling=layer.scaling, **more)[0] for more in ({}, {"cache": kept}))
     assert torch.equal(found, expected)
     assert kept.get_seq_length() == 0
 
