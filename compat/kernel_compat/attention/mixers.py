@@ -23,7 +23,7 @@ from ..patching.swap import Change, make, undo
 from ..patching.wrapping import functions_beneath
 from .defaults import resolve
 from .forward_context import ForwardContext, arguments_by_name, current_context
-from .roles import LAYER_CACHE
+from .roles import layer_cache_of
 from .rows import RowCall, packed_rows, padded_rows
 
 __all__ = ["MixerPatches", "is_mixer"]
@@ -80,7 +80,7 @@ def _by_sequence(original: Callable[..., Any], is_attention: bool) -> Callable[.
         if rows is None and context.tokens_after_padding and not is_attention:
             # Up to 5.16 padding runs into the tokens after it in a batch of one.
             given = arguments_by_name(self, args, kwargs)
-            cached = LAYER_CACHE.of(given) is not None
+            cached = layer_cache_of(given) is not None
             rows = padded_rows(context) if context.batch == 1 or not cached else None
         if rows is not None:
             arguments = arguments_by_name(self, args, kwargs)

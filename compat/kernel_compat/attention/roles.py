@@ -27,7 +27,9 @@ __all__ = [
     "Role",
     "cache_of",
     "is_cache",
+    "is_layer_cache",
     "is_paged",
+    "layer_cache_of",
 ]
 
 
@@ -133,6 +135,18 @@ def is_cache(value: Any) -> bool:
     """Whether a value is a cache by its type, whatever the name that it has."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)
+
+
+def is_layer_cache(name: str, value: Any) -> bool:
+    """Whether an argument of a layer is its cache: by its name, or else by its type. Those of recurrences have no common base up to 5.2."""
+    if name in LAYER_CACHE.spellings or _is_compiling():
+        return name in LAYER_CACHE.spellings
+    return is_cache(value) or any(kind.__name__.endswith("Cache") for kind in type(value).__mro__)
+
+
+def layer_cache_of(values: Mapping[str, Any]) -> Any:
+    """The cache among a layer's arguments by name."""
+    return next((v for name, v in values.items() if v is not None and is_layer_cache(name, v)), None)
 
 
 def is_paged(value: Any) -> bool:

@@ -18,7 +18,7 @@ from ..kernels.indices import sequence_numbers, true_first
 from ..kernels.memo import fixed_shapes
 from .boundaries import Sequences, offsets_on_host
 from .forward_context import ForwardContext, within
-from .roles import LAYER_CACHE, LENGTHS, USE_CACHE
+from .roles import LENGTHS, USE_CACHE, is_layer_cache, layer_cache_of
 
 __all__ = ["RowCall", "Rows", "packed_rows", "padded_rows"]
 
@@ -187,11 +187,12 @@ class RowCall:
     def _in_rows(self, name: str, value: Any, source: Tensor, lengths: Tensor) -> Any:
         """An argument for one group of rows."""
         batch, length = self.context.batch, self.context.length
-        if self.keeps_cache and (name in LAYER_CACHE.spellings or name in USE_CACHE.spellings):
+        is_cache = is_layer_cache(name, value)
+        if self.keeps_cache and (is_cache or name in USE_CACHE.spellings):
             return value
         if self.keeps_cache and name == "cache_position" and isinstance(value, Tensor):
             return value[: source.shape[1]]
-        if name in LAYER_CACHE.spellings or name in _PACKED_ARGUMENTS:
+        if is_cache or name in _PACKED_ARGUMENTS:
             return None
         if "mask" in name:
             return _mask_in_rows(value, source, lengths, (batch, length))
@@ -244,7 +245,7 @@ class RowCall:
         return result.transpose(1, 2) if heads_first else result
 
     def _cache(self) -> Any:
-        return LAYER_CACHE.of(self.arguments)
+        return layer_cache_of(self.arguments)
 
 
 def _mask_in_rows(mask: Any, source: Tensor, lengths: Tensor, shape: tuple[int, int]) -> Tensor | None:

@@ -15,14 +15,12 @@ from ..boundaries import Sequences
 from ..call import PackedLengths
 from ..forward_context import ForwardContext, set_context
 from ..padding import runs
-from ..roles import LAYER_CACHE
+from ..roles import is_layer_cache
 from ..tensors import require, same_storage
 from .token_rows import put_rows, take_rows
 
 __all__ = ["Request", "Unpadding"]
 
-#: Arguments of a layer that are a KV cache.
-_CACHES = frozenset(LAYER_CACHE.spellings)
 #: The outputs of an inner model that a head gets.
 _MAIN = ("logits", "last_hidden_state")
 
@@ -159,7 +157,8 @@ class Unpadding:
         ):
             return False
         if any(
-            name in _CACHES and value is not None and not hasattr(value, "update") for name, value in arguments.items()
+            value is not None and is_layer_cache(name, value) and not hasattr(value, "update")
+            for name, value in arguments.items()
         ):
             return False
         # Distances over padding between tokens shrink, which a window would see.
@@ -170,7 +169,7 @@ class Unpadding:
         return without_windows or not self.sequences.interior_padding
 
     def _argument(self, layer: nn.Module, packed: _Packed, name: str, value: Any, is_first: bool) -> Any:
-        if name in _CACHES:
+        if is_layer_cache(name, value):
             return None if value is None else _PaddedCache(value, self)
         if isinstance(value, (tuple, list)) and all(isinstance(part, Tensor) for part in value):
             return type(value)(self._tensor(part, False) for part in value)
