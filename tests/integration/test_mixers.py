@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def loaded(path: Path, name: str) -> Any:
 
 
 class InDouble(TorchFunctionMode):
-    """Casts to float32 keep float64: some models compute their recurrences in float32, whose rounding depends on the processor."""
+    """Casts to float32 keep float64: Kimi Linear computes its recurrence in float32, whose rounding depends on the processor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -132,7 +133,7 @@ def packed(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
 @pytest.mark.parametrize("cache", [False, True])
 def test_each_sequence_by_itself(path: Path, name: str, cache: bool) -> None:
     model, ids = loaded(path, name), torch.randint(3, VOCAB, (1, TOKENS))
-    with InDouble():
+    with InDouble() if model.config.model_type == "kimi_linear" else nullcontext():
         expected = alone(model, ids)
         expected_gradients = gradients(model, expected)
         found = model(input_ids=ids, position_ids=packed(), use_cache=cache).logits
