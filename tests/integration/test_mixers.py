@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,10 @@ class InDouble(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def exactly(model: Any) -> AbstractContextManager[Any]:
+    return InDouble() if model.config.model_type == "kimi_linear" else nullcontext()
+
+
 def alone(model: Any, ids: Tensor, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
     return torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)
 
@@ -133,7 +137,7 @@ def packed(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
 @pytest.mark.parametrize("cache", [False, True])
 def test_each_sequence_by_itself(path: Path, name: str, cache: bool) -> None:
     model, ids = loaded(path, name), torch.randint(3, VOCAB, (1, TOKENS))
-    with InDouble() if model.config.model_type == "kimi_linear" else nullcontext():
+    with exactly(model):
         expected = alone(model, ids)
         expected_gradients = gradients(model, expected)
         found = model(input_ids=ids, position_ids=packed(), use_cache=cache).logits
@@ -146,14 +150,15 @@ def test_in_a_batch_beside_padding_and_checkpointed(path: Path) -> None:
     mask = torch.ones(2, TOKENS, dtype=torch.long)
     mask[0, -1] = 0
     rows = torch.cat([packed(), packed(LENGTHS[::-1])])
-    expected = torch.cat([alone(model, ids[:1]), alone(model, ids[1:], LENGTHS[::-1])])[mask.bool()]
-    expected_gradients = gradients(model, expected)
-    if model.supports_gradient_checkpointing:
-        model.train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    found = model(input_ids=ids, position_ids=rows, attention_mask=mask, use_cache=False).logits[mask.bool()]
-    assert distance(found, expected) < TOLERANCE
-    assert distance(gradients(model, found), expected_gradients) < TOLERANCE
+    with exactly(model):
+        expected = torch.cat([alone(model, ids[:1]), alone(model, ids[1:], LENGTHS[::-1])])[mask.bool()]
+        expected_gradients = gradients(model, expected)
+        if model.supports_gradient_checkpointing:
+            model.train()
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        found = model(input_ids=ids, position_ids=rows, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        assert distance(found, expected) < TOLERANCE
+        assert distance(gradients(model, found), expected_gradients) < TOLERANCE
 
 
 @pytest.mark.parametrize("batch", [1, 2])
