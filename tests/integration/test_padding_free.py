@@ -594,13 +594,13 @@ def test_without_a_number_of_tokens_compiled_calls_are_as_they_are() -> None:
     expected = eager(**given).logits[real]
     with used(ours, 0):
         torch.compiler.reset()
-        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(ours, fullgraph=True, backend="eager")
         assert distance(compiled(**given, use_cache=False).logits[real], expected) < 1e-5
         for layer in ours.model.layers:
-            layer.compile(backend="aot_eager")
+            layer.compile(backend="eager")
         assert distance(ours(**given, use_cache=False).logits[real], expected) < 1e-5
     _, ours = models("llama")
-    ours.compile(backend="aot_eager")
+    ours.compile(backend="eager")
     with padding_free(ours):
         assert distance(ours(**given, use_cache=False).logits[real], expected) < 1e-5
 
