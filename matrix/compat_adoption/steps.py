@@ -311,7 +311,8 @@ def judge(found: Found, proofs: Sequence[Any], known: dict[str, Any], whole: boo
             )
             if not fine:
                 worse.setdefault(kind, []).append(f"{case} ({one_line(outcome['reason'], 200) or kind})")
-        if verdict == "no recipe" and before is not None and "no recipe" not in before:
+        ran_before = before is not None and "no recipe" not in before and "load" not in before.get("refused", ())
+        if verdict == "no recipe" and ran_before:
             verdict, worse["lost"] = "lost", [f"every case: no tiny model ({one_line(proof['no_recipe'], 200)})"]
         found.count("model types", [words.get(verdict, "wrong")])
         for kind, cases in worse.items():

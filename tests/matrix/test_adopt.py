@@ -472,13 +472,13 @@ def test_what_is_worse_than_on_the_release_before_is_red(
 def test_a_type_that_is_gone_or_has_no_tiny_model_any_more_is_lost() -> None:
     found = Found()
     proof = {"model_type": "llama", "verdict": "no recipe", "no_recipe": "no forward", "outcomes": []}
-    known = {"llama": {}, "gpt2": {}, "x": {"no recipe": ()}}
-    judge(found, [proof, {**proof, "model_type": "x"}, {**proof, "model_type": "new"}], known, whole=True)
+    known = {"llama": {}, "gpt2": {}, "x": {"no recipe": ()}, "y": {"refused": ("load",)}}
+    judge(found, [proof, *({**proof, "model_type": name} for name in ("x", "y", "new"))], known, whole=True)
     assert found.red == [
         "llama is lost in every case: no tiny model (no forward)",
         "lost with their model types: gpt2",
     ]
-    assert found.counts == {"model types": {"lost": 2, "untested": 2}}
+    assert found.counts == {"model types": {"lost": 2, "untested": 3}}
 
 
 @given(st.sets(st.sampled_from([cell for cell in load(OWN).cells if cell.torch == "2.15"]), min_size=1, max_size=60))

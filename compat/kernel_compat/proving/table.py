@@ -132,14 +132,16 @@ def releases() -> list[str]:
 
 
 def wrong_cases(model_type: str, version: str) -> tuple[str, ...] | None:
-    """The cases in which a model type is proven wrong; None if it isn't in the table.
+    """The cases in which a model type is proven wrong; None if it isn't in the table, or couldn't be loaded when it was made.
 
     Args:
         model_type: ``config.model_type``.
         version: the version of transformers; all patch releases of a minor release share its entries.
     """
     cases = _table().get(minor(version), {}).get(model_type)
-    return None if cases is None or "no recipe" in cases else tuple(cases.get("wrong", ()))
+    if cases is None or "no recipe" in cases or "load" in cases.get("refused", ()):
+        return None
+    return tuple(cases.get("wrong", ()))
 
 
 def known(version: str) -> dict[str, dict[str, tuple[str, ...]]]:
