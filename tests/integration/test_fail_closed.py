@@ -280,5 +280,85 @@ def test_an_argument_of_a_mask_that_nothing_is_known_of() -> None:
         make(**given, mask_function=None, padding_mask=torch.zeros(1, 4))
 
 
+def pattern_of(*edits: tuple[str, str]) -> Any:
+    """Transformers' pattern of packed sequences with a window of 3, with its functions' source edited."""
+    masks = importlib.import_module("transformers.masking_utils")
+    own = dict(vars(masks))
+    for name in ("and_masks", "causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"):
+        source = inspect.getsource(own[name])
+        for old, new in edits:
+            source = source.replace(old, new)
+        exec(source, own)
+    packed = own["packed_sequence_mask_function"](torch.tensor([[0, 0, 0, 0, 1, 1]]))
+    return own["and_masks"](own["sliding_window_overlay"](3), own["causal_mask_function"], packed)
+
+
+def mask_of(pattern: Any) -> Any:
+    sizes = {"batch_size": 1, "q_length": 6, "cache_position": torch.arange(6), "kv_length": 6, "kv_offset": 0}
+    taken = inspect.signature(transformers.masking_utils.sdpa_mask).parameters
+    sizes = {name: value for name, value in sizes.items() if name in taken}
+    return kernel_compat.mask_function(NAME)(**sizes, mask_function=pattern, attention_mask=None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("kv_idx <= q_idx", "kv_idx <= q_idx + 1"),
+        ("kv_idx > q_idx - sliding_window", "kv_idx >= q_idx - sliding_window"),
+        ("[batch_idx, q_idx] ==", "[batch_idx, q_idx] >="),
+        ("result & mask", "result | mask"),
+    ],
+)
+def test_a_mask_function_that_shows_other_keys_than_its_name_says(old: str, new: str) -> None:
+    """The library goes by the name, eager attention by what the function does."""
+    kernel_compat.install(unproven="allow")
+    assert mask_of(pattern_of()).ndim == 2
+    with pytest.raises(kernel_compat.UnsupportedFeatureError, match="It shows other keys than its name says"):
+        mask_of(pattern_of((old, new)))
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        (("(sliding_window: int)", "(size: int)"), ("- sliding_window", "- size")),
+        (
+            ("    def and_mask(", "    more = ()\n\n    def and_mask("),
+            ("in mask_functions:", "in mask_functions + more:"),
+        ),
+    ],
+)
+def test_a_mask_function_with_another_closure(edits: tuple[tuple[str, str], ...]) -> None:
+    """Its mask is made in full."""
+    kernel_compat.install(unproven="allow")
+    q, k = torch.arange(6)[:, None], torch.arange(6)[None]
+    assert torch.equal(mask_of(pattern_of(*edits))[0, 0], (k <= q) & (k > q - 3) & ((q < 4) == (k < 4)))
+
+
+def test_mask_functions_that_are_a_list_or_an_object() -> None:
+    kernel_compat.install(unproven="allow")
+    listed = ("    def and_mask(", "    mask_functions = list(mask_functions)\n\n    def and_mask(")
+    assert mask_of(pattern_of(listed)).ndim == 2
+
+    class Causal:
+        def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return k <= q
+
+    assert torch.equal(mask_of(Causal())[0, 0], torch.ones(6, 6, dtype=torch.bool).tril())
+
+
+def test_a_bool_mask_that_says_what_is_hidden() -> None:
+    kernel_compat.install(unproven="allow")
+    attend = kernel_compat.attention_function(NAME)
+    layer = model().model.layers[0].self_attn
+    states = torch.randn(1, 2, 4, 16, generator=torch.Generator().manual_seed(0))
+    visible = torch.ones(4, 4, dtype=torch.bool).tril()[None, None]
+    expected = attend(layer, states, states, states, visible, scaling=0.25)[0]
+    torch.testing.assert_close(attend(layer, states, states, states, None, scaling=0.25)[0], expected)
+    with pytest.raises(ValueError, match="whether its True means hidden"):
+        attend(layer, states, states, states, ~visible, scaling=0.25)
+    prefix = visible | (torch.arange(4) < 2)
+    attend(layer, states, states, states, prefix, scaling=0.25)
+
+
 def test_the_cache_has_a_known_name() -> None:
     assert CACHE.spelled(inspect.signature(model("eager").forward).parameters)

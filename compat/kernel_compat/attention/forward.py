@@ -14,11 +14,11 @@ from torch import Tensor
 from ..errors import UnsupportedFeatureError
 from ..kernels import Kernel
 from ..kernels.catalog import instead
-from ..kernels.memo import memoised
+from ..kernels.memo import fixed_shapes, memoised
 from .boundaries import Sequences, require_agreement, sequences_of_positions, sequences_of_segments
 from .call import AttentionCall, PackedLengths, check_heads, unsupported_argument
 from .forward_context import ForwardContext, current_context, require_open
-from .mask_reduction import ReducedMask, reduce_mask, visible_and_bias
+from .mask_reduction import ReducedMask, reduce_mask, require_own_keys, visible_and_bias
 from .padding import padding_segments
 from .roles import ATTENTION_ARGUMENTS, KEY_LENGTH, KEY_OFFSETS, LAYER_SETTINGS, LENGTHS, MASK, POSITIONS, SINKS
 from .tensors import constant, require_readable, same_storage
@@ -289,6 +289,8 @@ def _any_mask(masked: Callable[..., Any] | None, call: AttentionCall, context: F
     assert call.mask is not None
     assert masked is not None
     visible, bias = visible_and_bias(call.mask, q_len, kv_len)
+    if call.causal and q_len == kv_len > 1 and call.mask.dtype == torch.bool and not fixed_shapes(visible):
+        require_own_keys(visible)
     if call.bias is not None:
         bias = call.bias if bias is None else call.bias + bias
     if q_len > 1 and not (own is not None and own.has_4d_mask):  # the model's, which may not know of packed sequences

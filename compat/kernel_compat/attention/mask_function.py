@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -148,47 +150,110 @@ def mask_pattern(arguments: dict[str, Any]) -> MaskPattern | None:
         return None
     window = (-1, -1)
     if left is not None:
-        window = (left["sliding_window"] - 1, 0)
+        window = (as_int(left["sliding_window"]) - 1, 0)
     elif both is not None:
-        window = (both["sliding_window"], both["sliding_window"])
+        window = (as_int(both["sliding_window"]),) * 2
     packed = parts.get("packed_sequence_mask_function.<locals>.inner_mask", {})
     return MaskPattern(causal, window, packed.get("packed_sequence_mask"))
 
 
-#: Mask functions of transformers.masking_utils that `MaskPattern` can express.
-_KNOWN = frozenset(
-    {
-        "causal_mask_function",
-        "bidirectional_mask_function",
-        "sliding_window_overlay.<locals>.inner_mask",
-        "sliding_window_bidirectional_overlay.<locals>.inner_mask",
-        "packed_sequence_mask_function.<locals>.inner_mask",
-    }
-)
-#: Mask functions of transformers.masking_utils that are composed of others.
-_COMPOSED = frozenset({"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"})
+#: A packed sequence each, and positions within them, of the tokens that `_acts_as_named` tries mask functions with.
+_SEGMENTS, _POSITIONS = [[0, 0, 0, 0, 1, 1, 1]], [[0, 1, 2, 3, 0, 1, 2]]
+
+
+def _causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return k <= q
+
+
+def _near(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return k > q - 2
+
+
+def _same(q: Tensor, k: Tensor) -> Tensor:
+    return (q < 4) == (k < 4)
+
+
+def _remapped(q: Tensor, k: Tensor) -> Tensor:
+    return k % 4 <= q % 4
+
+
+#: Mask functions of transformers.masking_utils that `MaskPattern` can express: closures to try them with, and what they show then.
+_KNOWN: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
+    "causal_mask_function": ({}, lambda q, k: k <= q),
+    "bidirectional_mask_function": ({}, lambda q, k: q >= 0),
+    "sliding_window_overlay.<locals>.inner_mask": ({"sliding_window": 2}, lambda q, k: k > q - 2),
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask": (
+        {"sliding_window": 2},
+        lambda q, k: (q - k).abs() <= 2,
+    ),
+    "packed_sequence_mask_function.<locals>.inner_mask": ({"packed_sequence_mask": _SEGMENTS}, _same),
+}
+#: Those that are composed of others.
+_COMPOSED: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
+    "and_masks.<locals>.and_mask": ({"mask_functions": (_causal, _near)}, lambda q, k: (k <= q) & (k > q - 2)),
+    "remap_positions_for_packed_sequence.<locals>.inner_mask": (
+        {"mask_function": _causal, "position_ids": _POSITIONS},
+        _remapped,
+    ),
+}
+#: Whether functions act as their names say, by their code.
+_tried: dict[CodeType, bool] = {}
 
 
 def _parts(function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
-    """The closures of the mask functions that one is composed of, by qualified name; None if one of them is unknown."""
+    """The closures of the mask functions that one is composed of, by qualified name; None if one of them is unknown.
+
+    Raises:
+        UnsupportedFeatureError: one of transformers' functions shows other keys than its name says.
+    """
     function = unwrapped(function)
+    if not inspect.isfunction(function):
+        return None
     name = function.__qualname__
     cells = function.__closure__ or ()
     closure = {n: cell.cell_contents for n, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+    known = _KNOWN.get(name) or _COMPOSED.get(name)
+    if known is None or closure.keys() != known[0].keys():
+        return None
+    if not _acts_as_named(function, *known):
+        if function.__module__ != "transformers.masking_utils":
+            return None
+        raise UnsupportedFeatureError(
+            f"{name.partition('.')[0]} of this transformers",
+            "this version of kernel-compat",
+            "It shows other keys than its name says. Upgrade kernel-compat, or use attn_implementation='eager'.",
+        )
     if name in _KNOWN:
         return {name: closure}
-    if name not in _COMPOSED:
-        return None
     parts: dict[str, dict[str, Any]] = {}
     for value in closure.values():
-        for part in value if isinstance(value, tuple) else (value,):
-            if not callable(part):
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(part, Tensor):  # positions
                 continue
             inner = _parts(part)
             if inner is None or not inner.keys().isdisjoint(parts):  # two windows, say
                 return None
             parts |= inner
     return parts
+
+
+def _acts_as_named(
+    function: FunctionType, closure: dict[str, Any], expected: Callable[[Tensor, Tensor], Tensor]
+) -> bool:
+    """Whether a mask function with another closure shows the expected keys. Tried once for its code, on the CPU."""
+    code = function.__code__
+    if code not in _tried:
+        index = torch.arange(len(_SEGMENTS[0]), device="cpu")
+        if type(index) is not Tensor:  # a fake one, without values
+            return True
+        values = {n: torch.tensor(v, device="cpu") if isinstance(v, list) else v for n, v in closure.items()}
+        cells = tuple(CellType(values[name]) for name in code.co_freevars)
+        trial = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
+        trial.__kwdefaults__ = function.__kwdefaults__
+        q, k, first = index[:, None], index[None], index[:1, None]
+        found = trial(first, first, q, k).expand(len(index), -1)
+        _tried[code] = torch.equal(found, expected(q, k).expand(len(index), -1))
+    return _tried[code]
 
 
 def _separates(function: Callable[..., Any]) -> bool:

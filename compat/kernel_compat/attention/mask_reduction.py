@@ -12,7 +12,7 @@ from ..kernels.catalog import instead
 from ..kernels.memo import fixed_shapes, memoised
 from .tensors import previous_token
 
-__all__ = ["ReducedMask", "reduce_mask", "visible_and_bias"]
+__all__ = ["ReducedMask", "reduce_mask", "require_own_keys", "visible_and_bias"]
 
 #: An additive mask hides a key by any number up to this: some models use -1e4 and -1e9, most the dtype's lowest.
 _HIDDEN = -1e4
@@ -126,6 +126,27 @@ def visible_and_bias(mask: Tensor, q_len: int, kv_len: int) -> tuple[Tensor, Ten
         return visible | (hidden & (numbers > -math.inf)), torch.where(hidden, lowest, bias)
 
     return split() if mask.requires_grad else memoised(mask, ("visible", kv_len), split)
+
+
+def require_own_keys(visible: Tensor) -> None:
+    """Check that True in a causal layer's mask means visible. Synchronises once a forward for a mask.
+
+    Args:
+        visible: (batch or 1, heads or 1, length, length) bool.
+
+    Raises:
+        ValueError: a query sees later keys, and not its own, which others see.
+    """
+
+    def find() -> bool:
+        own = visible.diagonal(dim1=-2, dim2=-1)
+        return bool((visible.any(-2) & visible.triu(1).any(-1) & ~own).any())
+
+    if memoised(visible, ("without its own",), find):
+        raise ValueError(
+            "a bool attention mask of a causal layer in which tokens see later tokens and not themselves: nothing says whether its "
+            "True means hidden. Pass True for visible keys, or use attn_implementation='eager'"
+        )
 
 
 def _check_shape(mask: Tensor, q_len: int, kv_len: int) -> None:
