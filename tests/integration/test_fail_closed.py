@@ -231,6 +231,8 @@ def test_an_argument_of_a_layer_that_nothing_is_known_of() -> None:
     with pytest.raises(kernel_compat.UnsupportedFeatureError, match="'window_size' of a layer's attention"):
         attend(layer, states, states, states, None, scaling=0.25, window_size=2)
     made(input_ids=IDS, of_my_framework=1)  # which the model passes on
+    # A collator's numbers of packed sequences, for mixers. Sentence Transformers calls `forward`, which tells no arguments.
+    made.forward(input_ids=IDS, seq_idx=torch.zeros(1, 12, dtype=torch.int32))
 
 
 @pytest.mark.parametrize(

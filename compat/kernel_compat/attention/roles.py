@@ -106,6 +106,7 @@ ATTENTION_ARGUMENTS = frozenset(
         *(
             "cache_position",
             "num_items_in_batch",
+            "seq_idx",
             "output_hidden_states",
             "output_router_logits",
             "return_dict",
