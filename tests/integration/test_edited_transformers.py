@@ -20,11 +20,15 @@ config = transformers.MistralConfig(
     num_key_value_heads=2, sliding_window=4, attn_implementation="edited_flash",
 )
 try:
-    transformers.MistralForCausalLM(config)
+    model = transformers.MistralForCausalLM(config)
 except kernel_compat.AttentionRefusedError as error:
     print("refused:", error)
 else:
     print("loaded")
+    try:
+        model(torch.arange(9)[None])
+    except kernel_compat.UnsupportedFeatureError as error:
+        print("refused in the call:", error)
 """
 
 
@@ -56,23 +60,39 @@ def test_a_copy_as_published_is_not_proven_again(copy: Path, tmp_path: Path) -> 
     assert "other code than its release" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param("kv_idx > q_idx - sliding_window", "kv_idx > q_idx - sliding_window - 1", id="window"),
-        pytest.param("return kv_idx <= q_idx", "return kv_idx < q_idx + 2", id="causality", marks=pytest.mark.slow),
-    ],
-)
-def test_an_edited_copy_is_proven_and_refused(copy: Path, tmp_path: Path, before: str, after: str) -> None:
-    """Masks that eager attention reads, and flash kernels don't: the two differ."""
-    file = copy / "transformers" / "masking_utils.py"
-    source = file.read_text()
+def edited(copy: Path, file: str, before: str, after: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """What loading says of a copy with an edit."""
+    path = copy / "transformers" / file
+    source = path.read_text()
     assert source.count(before) == 1
-    file.unlink()  # the link: the installed file stays
-    file.write_text(source.replace(before, after))
+    path.unlink()  # the link: the installed file stays
+    path.write_text(source.replace(before, after))
     try:
-        done = load(copy, tmp_path)
+        return load(copy, cache)
     finally:
-        file.write_text(source)
+        path.write_text(source)
+
+
+def test_an_edited_copy_is_proven_and_refused(copy: Path, tmp_path: Path) -> None:
+    """The scale of eager attention, which no kernel reads."""
+    file = "models/mistral/modeling_mistral.py"
+    done = edited(
+        copy, file, "key_states.transpose(2, 3)) * scaling", "key_states.transpose(2, 3)) * scaling * 1.1", tmp_path
+    )
     assert done.stdout.startswith("refused:"), done.stdout + done.stderr
-    assert "transformers.masking_utils" in done.stderr  # says what has been edited
+    assert "transformers.models.mistral.modeling_mistral" in done.stderr  # says what has been edited
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("kv_idx > q_idx - sliding_window", "kv_idx > q_idx - sliding_window - 1", "loaded\nrefused in the call:"),
+        ("return kv_idx <= q_idx", "return kv_idx < q_idx + 2", "refused:"),
+    ],
+    ids=["window", "causality"],
+)
+def test_masks_of_an_edited_copy(copy: Path, tmp_path: Path, before: str, after: str, said: str) -> None:
+    done = edited(copy, "masking_utils.py", before, after, tmp_path)
+    assert done.stdout.startswith(said), done.stdout + done.stderr
+    assert "transformers.masking_utils" in done.stderr

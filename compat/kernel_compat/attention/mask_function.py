@@ -14,7 +14,7 @@ from ..errors import UnsupportedFeatureError
 from ..kernels.memo import fixed_shapes
 from ..patching.pass_through import unwrapped
 from .forward_context import ForwardContext, MaskRecord, current_context, record_mask
-from .roles import MASK, MASK_ARGUMENTS
+from .roles import MASK, MASK_ARGUMENTS, POSITIONS
 from .tensors import as_int, require_readable, same_storage
 
 __all__ = ["MaskPattern", "attention_mask_function", "mask_pattern", "plain_mask_function", "query_length"]
@@ -192,7 +192,7 @@ _KNOWN: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
 _COMPOSED: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
     "and_masks.<locals>.and_mask": ({"mask_functions": (_causal, _near)}, lambda q, k: (k <= q) & (k > q - 2)),
     "remap_positions_for_packed_sequence.<locals>.inner_mask": (
-        {"mask_function": _causal, "position_ids": _POSITIONS},
+        {"mask_function": _causal, POSITIONS.named(): _POSITIONS},
         _remapped,
     ),
 }
