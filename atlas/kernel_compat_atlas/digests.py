@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-
-from remotezip import RemoteZip  # type: ignore[import-untyped]
 
 from kernel_compat.proving.published import PATH, digest_of, published, write
 from kernel_compat.releases import TRANSFORMERS
 from kernel_compat.versions import minor
 
-from .index import THREADS, TIMEOUT, File, Index
+from .errors import AtlasError
+from .index import THREADS, File, Index
+from .published import Cache, Published
 
 _MINORS = {str(minor(version)) for version in TRANSFORMERS}
 
 
 def main() -> int:
     """Add every release of a supported minor release that isn't known yet; returns the exit code."""
-    index, known = Index(), dict(published())
+    known = dict(published())
+    try:
+        new = _new(Index(), known)
+    except AtlasError as error:
+        print(error, file=sys.stderr)
+        return 2
+    write({**known, **new})
+    print(f"{len(new)} new of {len(known) + len(new)} releases in {PATH.name}")
+    return 0
+
+
+def _new(index: Index, known: Mapping[str, str]) -> dict[str, str]:
+    """The digests of the releases on the index that aren't known."""
+    cache = Cache(None, lambda note: print(note, file=sys.stderr))
     wheels = {
         str(version): file
         for version, files in index.files("transformers").items()
@@ -28,15 +42,11 @@ def main() -> int:
     }
 
     def digest(file: File) -> str:
-        with RemoteZip(index.fetchable(file), session=index.session, timeout=TIMEOUT) as wheel:
-            (record,) = (name for name in wheel.namelist() if name.endswith(".dist-info/RECORD"))
-            return digest_of(wheel.read(record).decode())
+        with Published(file, index, cache) as wheel:
+            return digest_of(wheel.record())
 
     with ThreadPoolExecutor(THREADS) as pool:
-        known.update(zip(wheels, pool.map(digest, wheels.values()), strict=True))
-    write(known)
-    print(f"{len(wheels)} new of {len(known)} releases in {PATH.name}")
-    return 0
+        return dict(zip(wheels, pool.map(digest, wheels.values()), strict=True))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ _TAIL = 512 * 1024
 _LARGEST = 64 * 2**20
 #: The suffixes of modules.
 _SUFFIXES = (".py", ".so", ".pyd")
+#: The end of the path of a wheel's list of its files.
+_RECORD = ".dist-info/RECORD"
 #: So many members are fetched one by one; then the whole of a wheel that is smaller than this number of bytes, which takes less time.
 _ONE_BY_ONE, _SMALL = 64, 64 << 20
 #: Status codes of servers that don't support ranges, or ranges from the end.
@@ -85,7 +87,7 @@ class Published(ExitStack):
     source distribution, and for many members of a small wheel, the whole file is fetched. A small one is kept in the cache.
 
     Raises:
-        AtlasError: by both members, if it can't be fetched or is damaged.
+        AtlasError: by all members, if it can't be fetched or is damaged.
     """
 
     def __init__(self, file: File, index: Index, cache: Cache) -> None:
@@ -99,10 +101,16 @@ class Published(ExitStack):
     def members(self) -> Collection[str]:
         """The installed paths of its modules."""
         with self._errors():
-            return self._modules
+            return [path for path in self._modules if not path.endswith(_RECORD)]
+
+    def record(self) -> str:
+        """The RECORD of a wheel: a line for each file, with its hash."""
+        with self._errors():
+            (path,) = (path for path in self._modules if path.endswith(_RECORD))
+        return self.read(path).decode()
 
     def read(self, path: str) -> bytes:
-        """The content of one of its `members`."""
+        """The content of one of its `members`, or of its RECORD."""
         with self._errors():
             opened = self._modules[path]
             self._left -= 1
@@ -117,7 +125,7 @@ class Published(ExitStack):
 
     @cached_property
     def _modules(self) -> Mapping[str, _Opener]:
-        """How to open each module, by its installed path."""
+        """How to open each module, and a wheel's RECORD, by its installed path."""
         if (local := self._file.local_path) is not None:
             return self._in(self.enter_context(local.open("rb")))
         kept = self._cache.load(self._file, self._file.filename)
@@ -178,4 +186,6 @@ class Published(ExitStack):
 
 def _unzipped(archive: zipfile.ZipFile) -> Mapping[str, _Opener]:
     entries = {_DATA.sub("", entry.filename, count=1): entry for entry in archive.infolist()}
-    return {path: partial(archive.open, entry) for path, entry in entries.items() if path.endswith(_SUFFIXES)}
+    return {
+        path: partial(archive.open, entry) for path, entry in entries.items() if path.endswith((*_SUFFIXES, _RECORD))
+    }

@@ -30,7 +30,8 @@ from wheels import publish
 from kernel_compat.errors import SeamError
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim
-from kernel_compat_atlas import cli, seams
+from kernel_compat.proving.published import digest_of
+from kernel_compat_atlas import cli, digests, seams
 from kernel_compat_atlas.cli import main
 from kernel_compat_atlas.errors import AtlasError
 from kernel_compat_atlas.index import File, Index
@@ -683,6 +684,33 @@ def test_a_server_without_ranges_is_read_whole_and_once(index: Server, atlas: Ca
     index.forget()
     assert atlas("--transformers", "5.0.0")["seams"] == answer["seams"]
     assert index.fetched == []
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_the_hashes_of_new_releases_are_noted(
+    index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ranges: bool
+) -> None:
+    index.ranges = ranges
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    noted = tmp_path / "published.json"
+    noted.write_text('{"4.57.1": "as before"}')
+    monkeypatch.setattr("kernel_compat.proving.published.PATH", noted)
+    for version in ("4.57.1", "5.0.0", "5.0.1", "5.1.0rc1", "3.0.0"):
+        record = f"transformers/__init__.py,sha256={version},0\ntransformers-{version}.dist-info/RECORD,,\n"
+        transformers(index.folder, version, LOADER, **{f"transformers-{version}.dist-info/RECORD": record})
+
+    assert digests.main() == 0
+
+    found = json.loads(noted.read_text())
+    assert [*found] == ["4.57.1", "5.0.0", "5.0.1"]  # supported, and no pre-releases
+    assert found["4.57.1"] == "as before"
+    assert found["5.0.1"] == digest_of("transformers/__init__.py,sha256=5.0.1,0")
+    assert "2 new of 3 releases" in capsys.readouterr().out
+
+    transformers(index.folder, "5.0.2", LOADER)
+    assert digests.main() == 2
+    assert "transformers-5.0.2-py3-none-any.whl is damaged" in capsys.readouterr().err
+    assert json.loads(noted.read_text()) == found
 
 
 def test_a_warm_run_only_requests_the_releases(index: Server, atlas: Callable[..., Any]) -> None:
