@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from kernel_compat.attention.defaults import resolve
-from kernel_compat.attention.roles import LENGTHS, MASK, POSITIONS
+from kernel_compat.attention.roles import READ
 from kernel_compat.choosing.layers import require_declared, require_layers
 from kernel_compat.errors import SeamError, UnsupportedFeatureError
 from kernel_compat.patching.seam import Seam
@@ -41,7 +41,7 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
         entry = resolve(_name_of(model))
         if entry is not None and entry.forward is None:
             _refuse_attention_weights(model, entry.name, arguments.get("output_attentions"))
-            require_readable({role.named(): role.of(arguments) for role in (MASK, POSITIONS, *LENGTHS)})
+            require_readable(READ, (role.of(arguments) for role in READ))
 
     return with_context(unpadded(_under_one_name(original)), before)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kernel_compat.attention.roles import (
     ATTENTION_ARGUMENTS,
     CACHE,
@@ -21,7 +23,8 @@ from ._dispatch import MODEL
 
 _MASKS = "transformers.masking_utils"
 _OUTPUTS = "transformers.modeling_outputs:CausalLMOutputWithPast"
-_VERSIONS = ">=4.54,<6"
+#: Shims that replace nothing.
+_reading = partial(Shim, distribution="transformers", versions=">=4.54,<6", replace=lambda originals: {})
 
 
 def _read(
@@ -53,10 +56,8 @@ _MORE_OF_MASKS = (
 _OF_LAYERS = ("module", "query", "key", "value", MASK, "scaling", "dropout")
 
 SHIMS = (
-    Shim(
+    _reading(
         name="reads_masks",
-        distribution="transformers",
-        versions=_VERSIONS,
         reason="padding, causality, windows and packed sequences are read from the arguments of mask functions",
         protects="masks: padding, causality, windows and packed sequences",
         upstream="transformers 5.24.0, masking_utils",
@@ -70,12 +71,9 @@ SHIMS = (
             _read(f"{_MASKS}:packed_sequence_mask_function", "packed_sequence_mask"),
             _read(f"{_MASKS}:causal_mask_function", "batch_idx", "head_idx", "q_idx", "kv_idx"),
         ),
-        replace=lambda originals: {},
     ),
-    Shim(
+    _reading(
         name="reads_attention",
-        distribution="transformers",
-        versions=_VERSIONS,
         reason="scale, window, softcap, sinks and causality are read from the arguments of attention functions",
         protects="attention: its scale, window, softcap, sinks and causality",
         upstream="transformers 5.24.0, integrations.flash_attention and integrations.sdpa_attention",
@@ -94,12 +92,9 @@ SHIMS = (
                 known=ATTENTION_ARGUMENTS | {"kwargs"},
             ),
         ),
-        replace=lambda originals: {},
     ),
-    Shim(
+    _reading(
         name="reads_models",
-        distribution="transformers",
-        versions=_VERSIONS,
         reason="tokens, masks, positions and caches are read from the arguments and the outputs of a model's forward",
         protects="packed sequences, padding and caches, which are read from a model's arguments and outputs",
         upstream="transformers 5.24.0, models.llama, modeling_outputs and cache_utils",
@@ -126,6 +121,5 @@ SHIMS = (
             _read("transformers.configuration_utils:PretrainedConfig._attn_implementation"),
             _read("transformers.configuration_utils:PretrainedConfig.get_text_config", "self", known=None),
         ),
-        replace=lambda originals: {},
     ),
 )

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ..patching import report
 from ..patching.installation import Installation
 from .names import AttentionName
 from .registry import AttentionRegistry
-from .unsupported import refusing, unsupported_because
+from .unsupported import refusal, refusing, unsupported_because
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -299,7 +299,7 @@ def attention_function(name: str) -> Callable[..., Any]:
 
     entry = _entry_of(name)
     if reason := unsupported_because(Environment.detect()):
-        return refusing(name, reason)
+        return refusing(partial(refusal, name, reason))
     forward = entry.forward or attention_forward(entry.kernel, entry.name)
     if entry.sequence_parallel is not False:
         from .sequence_parallel.ulysses import ulysses
@@ -318,7 +318,7 @@ def mask_function(name: str) -> Callable[..., Any]:
 
     entry = _entry_of(name)
     if reason := unsupported_because(Environment.detect()):
-        return refusing(name, reason)
+        return refusing(partial(refusal, name, reason))
     return mask_function_of(entry)
 
 

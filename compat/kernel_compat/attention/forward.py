@@ -20,15 +20,13 @@ from .call import AttentionCall, PackedLengths, check_heads, unsupported_argumen
 from .forward_context import ForwardContext, current_context, require_open
 from .mask_reduction import ReducedMask, reduce_mask, require_own_keys, visible_and_bias
 from .padding import padding_segments
-from .roles import ATTENTION_ARGUMENTS, KEY_LENGTH, KEY_OFFSETS, LAYER_SETTINGS, LENGTHS, MASK, POSITIONS, SINKS
+from .roles import ATTENTION_ARGUMENTS, KEY_LENGTH, KEY_OFFSETS, LAYER_SETTINGS, READ, SINKS
 from .tensors import constant, require_readable, same_storage
 from .varlen import packed_attention, padded_attention, paged_attention, sequences_attention
 
 __all__ = ["attention_forward", "flash_attention", "target_dtype"]
 
 _OMITTED: Any = object()
-#: The arguments whose values are read.
-_READ = tuple(role.named() for role in (MASK, POSITIONS, *LENGTHS))
 
 
 def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) -> Callable[..., tuple[Tensor, None]]:
@@ -240,7 +238,7 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
         )
     _check_bias(call)
     context = current_context()
-    require_readable(dict(zip(_READ, (call.mask, call.positions, *(call.lengths or ())), strict=False)))
+    require_readable(READ, (call.mask, call.positions, *(call.lengths or ())))
     in_full = functions.masked_attention is not None and call.mask is not None and call.mask.ndim == 4
     if in_full and not (call.bias is None and _reducible(call, context)):
         return _any_mask(functions.masked_attention, call, context)

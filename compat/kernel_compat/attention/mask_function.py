@@ -49,7 +49,7 @@ def attention_mask_function(**arguments: Any) -> Tensor | None:
     _require_known(arguments)
     context = current_context()
     pattern = mask_pattern(arguments)
-    require_readable({MASK.named(arguments): MASK.of(arguments)})
+    require_readable((MASK,), (MASK.of(arguments),))
     mask = padding = _make_mask(pattern, context, arguments)
     if pattern is None and mask is not None and context is not None:
         context.full_masks.append((mask, _separates(arguments["mask_function"])))
@@ -157,8 +157,18 @@ def mask_pattern(arguments: dict[str, Any]) -> MaskPattern | None:
     return MaskPattern(causal, window, packed.get("packed_sequence_mask"))
 
 
-#: A packed sequence each, and positions within them, of the tokens that `_acts_as_named` tries mask functions with.
-_SEGMENTS, _POSITIONS = [[0, 0, 0, 0, 1, 1, 1]], [[0, 1, 2, 3, 0, 1, 2]]
+class _Trial(NamedTuple):
+    """How to try a mask function of transformers.masking_utils on seven tokens.
+
+    Attributes:
+        closure: the values of its free variables.
+        shows: whether a query sees a key then.
+        composed: whether its free variables are the mask functions that it is composed of.
+    """
+
+    closure: dict[str, Any]
+    shows: Callable[[Tensor, Tensor], Tensor]
+    composed: bool = False
 
 
 def _causal(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -169,31 +179,25 @@ def _near(b: Any, h: Any, q: Any, k: Any) -> Any:
     return k > q - 2
 
 
-def _same(q: Tensor, k: Tensor) -> Tensor:
-    return (q < 4) == (k < 4)
+#: The sequence of each token of a trial, and its position in it.
+_SEGMENTS, _POSITIONS = [[0, 0, 0, 0, 1, 1, 1]], [[0, 1, 2, 3, 0, 1, 2]]
 
-
-def _remapped(q: Tensor, k: Tensor) -> Tensor:
-    return k % 4 <= q % 4
-
-
-#: Mask functions of transformers.masking_utils that `MaskPattern` can express: closures to try them with, and what they show then.
-_KNOWN: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
-    "causal_mask_function": ({}, lambda q, k: k <= q),
-    "bidirectional_mask_function": ({}, lambda q, k: q >= 0),
-    "sliding_window_overlay.<locals>.inner_mask": ({"sliding_window": 2}, lambda q, k: k > q - 2),
-    "sliding_window_bidirectional_overlay.<locals>.inner_mask": (
-        {"sliding_window": 2},
-        lambda q, k: (q - k).abs() <= 2,
+#: The mask functions that `MaskPattern` can express, by their qualified names.
+_TRIALS = {
+    "causal_mask_function": _Trial({}, lambda q, k: k <= q),
+    "bidirectional_mask_function": _Trial({}, lambda q, k: q >= 0),
+    "sliding_window_overlay.<locals>.inner_mask": _Trial({"sliding_window": 2}, lambda q, k: k > q - 2),
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask": _Trial(
+        {"sliding_window": 2}, lambda q, k: (q - k).abs() <= 2
     ),
-    "packed_sequence_mask_function.<locals>.inner_mask": ({"packed_sequence_mask": _SEGMENTS}, _same),
-}
-#: Those that are composed of others.
-_COMPOSED: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor], Tensor]]] = {
-    "and_masks.<locals>.and_mask": ({"mask_functions": (_causal, _near)}, lambda q, k: (k <= q) & (k > q - 2)),
-    "remap_positions_for_packed_sequence.<locals>.inner_mask": (
-        {"mask_function": _causal, POSITIONS.named(): _POSITIONS},
-        _remapped,
+    "packed_sequence_mask_function.<locals>.inner_mask": _Trial(
+        {"packed_sequence_mask": _SEGMENTS}, lambda q, k: (q < 4) == (k < 4)
+    ),
+    "and_masks.<locals>.and_mask": _Trial(
+        {"mask_functions": (_causal, _near)}, lambda q, k: (k <= q) & (k > q - 2), composed=True
+    ),
+    "remap_positions_for_packed_sequence.<locals>.inner_mask": _Trial(
+        {"mask_function": _causal, POSITIONS.named(): _POSITIONS}, lambda q, k: k % 4 <= q % 4, composed=True
     ),
 }
 #: Whether functions act as their names say, by their code.
@@ -212,10 +216,10 @@ def _parts(function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
     name = function.__qualname__
     cells = function.__closure__ or ()
     closure = {n: cell.cell_contents for n, cell in zip(function.__code__.co_freevars, cells, strict=True)}
-    known = _KNOWN.get(name) or _COMPOSED.get(name)
-    if known is None or closure.keys() != known[0].keys():
+    trial = _TRIALS.get(name)
+    if trial is None or closure.keys() != trial.closure.keys():
         return None
-    if not _acts_as_named(function, *known):
+    if not _acts_as_named(function, trial):
         if function.__module__ != "transformers.masking_utils":
             return None
         raise UnsupportedFeatureError(
@@ -223,7 +227,7 @@ def _parts(function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
             "this version of kernel-compat",
             "It shows other keys than its name says. Upgrade kernel-compat, or use attn_implementation='eager'.",
         )
-    if name in _KNOWN:
+    if not trial.composed:
         return {name: closure}
     parts: dict[str, dict[str, Any]] = {}
     for value in closure.values():
@@ -237,22 +241,20 @@ def _parts(function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
     return parts
 
 
-def _acts_as_named(
-    function: FunctionType, closure: dict[str, Any], expected: Callable[[Tensor, Tensor], Tensor]
-) -> bool:
-    """Whether a mask function with another closure shows the expected keys. Tried once for its code, on the CPU."""
+def _acts_as_named(function: FunctionType, trial: _Trial) -> bool:
+    """Whether a mask function shows the keys of a trial. Tried once for its code, on the CPU."""
     code = function.__code__
     if code not in _tried:
         index = torch.arange(len(_SEGMENTS[0]), device="cpu")
         if type(index) is not Tensor:  # a fake one, without values
             return True
-        values = {n: torch.tensor(v, device="cpu") if isinstance(v, list) else v for n, v in closure.items()}
+        values = {n: torch.tensor(v, device="cpu") if isinstance(v, list) else v for n, v in trial.closure.items()}
         cells = tuple(CellType(values[name]) for name in code.co_freevars)
-        trial = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
-        trial.__kwdefaults__ = function.__kwdefaults__
+        tried = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
+        tried.__kwdefaults__ = function.__kwdefaults__
         q, k, first = index[:, None], index[None], index[:1, None]
-        found = trial(first, first, q, k).expand(len(index), -1)
-        _tried[code] = torch.equal(found, expected(q, k).expand(len(index), -1))
+        found, expected = (keys.expand(len(index), -1) for keys in (tried(first, first, q, k), trial.shows(q, k)))
+        _tried[code] = torch.equal(found, expected)
     return _tried[code]
 
 

@@ -6,6 +6,7 @@ import threading
 import warnings
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from packaging.version import Version
@@ -18,7 +19,7 @@ from ..releases import TRANSFORMERS, minors
 from ..versions import counted, minor, within
 from .names import AttentionName, check_name, upstream_owner
 from .sequence_parallel.ulysses import group_source
-from .unsupported import checks, refusing, unsupported_because
+from .unsupported import checks, refusal, refusing, unsupported_because
 
 __all__ = ["TESTED_TRANSFORMERS", "AttentionRegistry"]
 
@@ -260,7 +261,7 @@ class AttentionRegistry:
             changes = self._changes[name] = changes_of(entry, self.unprotected)
             if self._unsupported:
                 changes = self._changes[name] = [
-                    Change(one.owner, one.name, refusing(name, self._unsupported)) for one in changes
+                    Change(one.owner, one.name, refusing(partial(refusal, name, self._unsupported))) for one in changes
                 ]
             make(changes)
             self._entered[name] = entry

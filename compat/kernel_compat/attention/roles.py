@@ -21,6 +21,7 @@ __all__ = [
     "POSITIONS",
     "QUERY_LENGTH",
     "QUERY_OFFSETS",
+    "READ",
     "SINKS",
     "TOKENS",
     "USE_CACHE",
@@ -90,6 +91,8 @@ QUERY_LENGTH = Role("longest queries", ("max_length_q",))
 KEY_LENGTH = Role("longest keys", ("max_length_k",))
 #: Of packed sequences, in the order of `PackedLengths`.
 LENGTHS = (QUERY_OFFSETS, KEY_OFFSETS, QUERY_LENGTH, KEY_LENGTH)
+#: Arguments whose values say where padding and sequences are.
+READ = (MASK, POSITIONS, *LENGTHS)
 
 #: Arguments of a mask function, on any release. Another one is refused: nothing says what it hides.
 MASK_ARGUMENTS = frozenset(
@@ -140,9 +143,10 @@ def is_cache(value: Any) -> bool:
 
 def is_layer_cache(name: str, value: Any) -> bool:
     """Whether an argument of a layer is its cache: by its name, or else by its type. Those of recurrences have no common base up to 5.2."""
-    if name in LAYER_CACHE.spellings or _is_compiling():
-        return name in LAYER_CACHE.spellings
-    return is_cache(value) or any(kind.__name__.endswith("Cache") for kind in type(value).__mro__)
+    if name in LAYER_CACHE.spellings:
+        return True
+    by_type = is_cache(value) or any(kind.__name__.endswith("Cache") for kind in type(value).__mro__)
+    return by_type and not _is_compiling()
 
 
 def layer_cache_of(values: Mapping[str, Any]) -> Any:

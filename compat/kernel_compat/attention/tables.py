@@ -17,6 +17,7 @@ from .mask_function import attention_mask_function, plain_mask_function
 from .names import AttentionName
 from .roles import KEY_OFFSETS
 from .sequence_parallel.ulysses import gathering_mask_function, spread
+from .unsupported import refusing
 
 __all__ = ["changes_of", "mask_function_of", "tables", "taken_by"]
 
@@ -29,7 +30,7 @@ def changes_of(entry: AttentionName, unprotected: UnprotectedError | None = None
     """
     functions, masks = tables()
     if unprotected is not None:
-        return [Change(table, entry.name, _refusal(unprotected)) for table in (functions, masks)]
+        return [Change(table, entry.name, refusing(unprotected.again)) for table in (functions, masks)]
     in_ranks = entry.sequence_parallel is not False
     mask = mask_function_of(entry)
     forward = entry.forward or attention_forward(entry.kernel, entry.name, entry.mask is None)
@@ -43,13 +44,6 @@ def changes_of(entry: AttentionName, unprotected: UnprotectedError | None = None
     return [Change(functions, key, forward) for key, forward in values.items()] + [
         Change(masks, key, mask) for key in values
     ]
-
-
-def _refusal(unprotected: UnprotectedError) -> Callable[..., Any]:
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        raise unprotected.again()
-
-    return refused
 
 
 def mask_function_of(entry: AttentionName) -> Callable[..., Any]:

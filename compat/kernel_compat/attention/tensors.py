@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import UnsupportedFeatureError
 from ..kernels.indices import true_first
 from ..kernels.memo import fixed_shapes, memoised
+from .roles import Role
 
 T = TypeVar("T")
 
@@ -66,18 +67,18 @@ def require(holds: Tensor, message: str, wait: bool = False) -> None:
         raise ValueError(message)
 
 
-def require_readable(tensors: Mapping[str, Any]) -> None:
-    """Check that the values of tensors, by name, can be read: those that ``torch.func.vmap`` maps over can't.
+def require_readable(roles: Iterable[Role], values: Iterable[Any]) -> None:
+    """Check that the tensors among the values of roles can be read. ``torch.func.vmap`` hides those that it maps over.
 
     Raises:
         UnsupportedFeatureError: it maps over one of them.
     """
     if torch.compiler.is_compiling():
         return
-    for name, tensor in tensors.items():
+    for role, tensor in zip(roles, values, strict=False):
         if isinstance(tensor, Tensor) and torch._C._functorch.is_batchedtensor(_untracked(tensor)):
             raise UnsupportedFeatureError(
-                f"{name} that torch.func.vmap maps over",
+                f"{role.named()} that torch.func.vmap maps over",
                 "attention under a registered name",
                 "Its values can't be read there, and say where sequences and padding are. Pass the samples as rows of a batch, or map "
                 "over samples without padding; or use attn_implementation='eager'.",

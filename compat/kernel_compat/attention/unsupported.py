@@ -48,11 +48,11 @@ def refusal(name: str, reason: str) -> KernelUnavailableError:
     )
 
 
-def refusing(name: str, reason: str) -> Callable[..., Any]:
-    """An attention or mask function that raises the `refusal`."""
+def refusing(error: Callable[[], Exception]) -> Callable[..., Any]:
+    """An attention or mask function that raises a new error in each call."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise refusal(name, reason)
+        raise error()
 
     return refuse
 
