@@ -295,24 +295,24 @@ def prove(one: Adoption) -> Found:
 
 
 def judge(found: Found, proofs: Sequence[Any], known: dict[str, Any], whole: bool) -> None:
-    """Count proofs, and report what is worse than in the table. Any verdict but those that are right or as before is red."""
+    """Count proofs by verdict. A case is red unless it is right or untested, or is refused and was refused before."""
     words = {"equal": "right", "refused": "refused", "lost": "lost"}
     words |= dict.fromkeys(("not applicable", "untested", "no recipe"), "untested")
     for proof in proofs:
         name, verdict = proof["model_type"], proof["verdict"]
         before = known.get(name)
+        ran = before is not None and not table.nothing_ran(before)
+        refused = (before or {}).get("refused", ())
         worse: dict[str, list[str]] = {}
         for outcome in proof["outcomes"]:
             kind, case = outcome["verdict"], outcome["case"]
-            # Where a class couldn't be loaded, no other case of it was tried.
-            as_before = before is None or "no recipe" in before or {case, "load"} & {*before.get("refused", ())}
-            fine = (
-                (as_before or case == PADDING_FREE) if kind == "refused" else words.get(kind) in ("right", "untested")
-            )
+            if kind == "refused":
+                fine = not ran or case in refused or case == PADDING_FREE
+            else:
+                fine = words.get(kind) in ("right", "untested")
             if not fine:
                 worse.setdefault(kind, []).append(f"{case} ({one_line(outcome['reason'], 200) or kind})")
-        ran_before = before is not None and "no recipe" not in before and "load" not in before.get("refused", ())
-        if verdict == "no recipe" and ran_before:
+        if verdict == "no recipe" and ran:
             verdict, worse["lost"] = "lost", [f"every case: no tiny model ({one_line(proof['no_recipe'], 200)})"]
         found.count("model types", [words.get(verdict, "wrong")])
         for kind, cases in worse.items():

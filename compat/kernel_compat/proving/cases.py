@@ -625,14 +625,9 @@ def _cross_attention(subject: Subject) -> Iterator[Comparison]:
 def _image(subject: Subject) -> Iterator[Comparison]:
     """An image in every row of text, and the same with padding on the left."""
     inputs = subject.inputs_with_images
-    if (
-        inputs is None
-        and "pixel_values" in subject.names
-        and subject.has_tokens
-        and "pixel_values" not in subject.inputs
-    ):
-        raise UntestedError("no image was found that fits")
     if inputs is None:
+        if subject.has_tokens and "pixel_values" in subject.names and "pixel_values" not in subject.inputs:
+            raise UntestedError("no image was found that fits")
         raise NotApplicableError("it takes no image beside text")
     cached = _run(inputs)
     inputs = {**inputs, **_no_cache(subject)}

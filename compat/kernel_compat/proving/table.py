@@ -1,4 +1,4 @@
-"""The table of proofs that ships with the library: for each release and model type of transformers, the cases not equal and those that ran.
+"""The table of proofs that ships with the library. For each release and model type of transformers it has the cases that aren't equal, and those that ran.
 
 In the file, a type has one entry for consecutive releases alike: ``{"llama": {"4.54-5.23": {}}}``, with the cases that aren't equal
 by verdict. ``ran`` has, for the releases of which it is known, the cases that ran of each class, as the number of an entry in
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -32,6 +32,7 @@ __all__ = [
     "WORSE",
     "known",
     "minor",
+    "nothing_ran",
     "record",
     "releases",
     "vanished",
@@ -139,9 +140,12 @@ def wrong_cases(model_type: str, version: str) -> tuple[str, ...] | None:
         version: the version of transformers; all patch releases of a minor release share its entries.
     """
     cases = _table().get(minor(version), {}).get(model_type)
-    if cases is None or "no recipe" in cases or "load" in cases.get("refused", ()):
-        return None
-    return tuple(cases.get("wrong", ()))
+    return None if cases is None or nothing_ran(cases) else tuple(cases.get("wrong", ()))
+
+
+def nothing_ran(cases: Mapping[str, Collection[str]]) -> bool:
+    """Whether no case of a model type ran, by its entry: no tiny model could be made, or no class could be loaded."""
+    return "no recipe" in cases or "load" in cases.get("refused", ())
 
 
 def known(version: str) -> dict[str, dict[str, tuple[str, ...]]]:
