@@ -16,16 +16,9 @@ import torch
 import transformers
 
 import kernel_compat
+from kernel_compat.proving.tiny import shrink
 
 NAME = "flash_attention_reference"
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 class Own(transformers.LlamaForCausalLM):  # type: ignore[misc]
@@ -44,7 +37,7 @@ def last_of(processes: int, model_class: type[Any]) -> float:
         if not child:
             os.close(writing)
             os.read(reading, 1)  # until the parent closes its end
-            model_class._from_config(transformers.LlamaConfig(**SHAPE), attn_implementation=NAME)
+            model_class._from_config(shrink(transformers.LlamaConfig()), attn_implementation=NAME)
             os._exit(0)
         children.append(child)
     start = time.perf_counter()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import transformers
+from linked import linked_copy, replace_text
 
 _LOAD = """
 import torch, transformers, kernel_compat
@@ -36,11 +36,7 @@ else:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the installed transformers, of hard links."""
     folder = tmp_path_factory.mktemp("copy")
-    source = Path(transformers.__file__).parent
-    try:
-        shutil.copytree(source, folder / "transformers", copy_function=os.link)
-    except (OSError, shutil.Error):  # of another file system
-        shutil.copytree(source, folder / "transformers", dirs_exist_ok=True)
+    linked_copy(Path(transformers.__file__).parent, folder / "transformers")
     return folder
 
 
@@ -65,12 +61,11 @@ def edited(copy: Path, file: str, before: str, after: str, cache: Path) -> subpr
     path = copy / "transformers" / file
     source = path.read_text()
     assert source.count(before) == 1
-    path.unlink()  # the link: the installed file stays
-    path.write_text(source.replace(before, after))
+    replace_text(path, source.replace(before, after))
     try:
         return load(copy, cache)
     finally:
-        path.write_text(source)
+        replace_text(path, source)
 
 
 def test_an_edited_copy_is_proven_and_refused(copy: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from linked import linked_copy, replace_text
 from mutations.mutants import MUTANTS, Mutant
 
 #: The verdicts, in the order in which the table counts them.
@@ -58,7 +59,7 @@ class Bench:
         self.release = importlib.metadata.version("transformers")
         self.folder = folder
         self.copy = folder / "path" / "transformers"
-        _link(self.original, self.copy)
+        linked_copy(self.original, self.copy)
         self.texts = {
             str(path.relative_to(self.copy)): path.read_text(encoding="utf-8") for path in self.copy.rglob("*.py")
         }
@@ -113,13 +114,12 @@ class Bench:
         if not changed:
             return Verdict(mutant.name, "absent")
         for path, text in changed.items():
-            _write(self.copy / path, text)
+            replace_text(self.copy / path, text)
         try:
             found = self._ask(mutant.names)
         finally:
             for path in changed:
-                (self.copy / path).unlink()
-                os.link(self.original / path, self.copy / path)
+                replace_text(self.copy / path, self.texts[path])
         return self._verdict(mutant, found)
 
     def _verdict(self, mutant: Mutant, found: dict[str, Any]) -> Verdict:
@@ -133,24 +133,6 @@ class Bench:
         if wrong:
             return Verdict(mutant.name, "silent", "", wrong)
         return Verdict(mutant.name, "refused" if errors else "right", errors[0] if errors else "")
-
-
-def _link(original: Path, copy: Path) -> None:
-    """A copy of a package of hard links."""
-    for folder, _, files in os.walk(original):
-        target = copy / Path(folder).relative_to(original)
-        target.mkdir(parents=True, exist_ok=True)
-        for name in files:
-            source = Path(folder) / name
-            try:
-                os.link(source, target / name)
-            except OSError:  # another file system
-                _write(target / name, source.read_bytes())
-
-
-def _write(path: Path, content: str | bytes) -> None:
-    path.unlink(missing_ok=True)  # else the original would change
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
