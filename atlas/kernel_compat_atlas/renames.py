@@ -29,7 +29,7 @@ class Gone:
 
     Attributes:
         was: the number of places that defined it in the old release.
-        now: the number of those that still do.
+        now: the number of those places that define it in the new release.
         nearest: the name that most of the others have instead; empty if none has appeared there.
         places: two of them.
         reads: where the project reads it, as ``file:line``.
@@ -151,7 +151,11 @@ def _define(node: ast.AST, place: str, owner: str, found: dict[str, dict[str, No
 
 
 def read_names(folder: Path, exclude: Sequence[str] = ()) -> Reads:
-    """The attributes, keywords and texts that look like a name in the source files of a folder, less those that match a pattern."""
+    """The names in the source files of a folder: attributes, keywords, and strings that are identifiers.
+
+    Args:
+        exclude: patterns of paths that are left out.
+    """
     found: dict[str, list[str]] = {}
     together: set[frozenset[str]] = set()
     for path in source_files(folder, exclude):

@@ -89,7 +89,7 @@ class Environment:
         object.__setattr__(self, "imports", MappingProxyType(dict(self.imports)))
 
     def __getattr__(self, name: str) -> Any:
-        # `detect` leaves the devices out: NVML keeps a thread of the driver in the process, and most callers don't ask for them.
+        # NVML starts a thread that stays in the process. Most callers don't need the devices, so `detect` leaves them out.
         if name != "devices":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         object.__setattr__(self, "devices", _devices())
@@ -104,7 +104,7 @@ class Environment:
 
     @classmethod
     def detect(cls, distributions: Iterable[str] = ()) -> Environment:
-        """Describe the running interpreter. Reads metadata; imports no framework. The driver is asked once `devices` is read.
+        """Describe the running interpreter from metadata, without importing a framework. Reading `devices` asks the NVIDIA driver.
 
         Never raises for a broken installation: `problems` describes it.
 

@@ -47,7 +47,7 @@ class Checkout:
 
     @classmethod
     def of(cls, project: Path, name: str, cache: Path | None) -> "Checkout":
-        """That of the repository around a folder; raises `MatrixError` if there is none, or files in it aren't committed."""
+        """The checkout that contains a folder; raises `MatrixError` if there is no repository, or if it has uncommitted changes."""
         root = Path(git(project, "rev-parse", "--show-toplevel"))
         if changed := git(root, "status", "--porcelain"):
             lines = changed.splitlines()

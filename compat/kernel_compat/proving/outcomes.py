@@ -28,8 +28,8 @@ class Outcome:
         case: the case's name.
         verdict: ``equal``; ``refused``, with an error of this library that says why; ``wrong``; ``crashed``, with any other
             error where eager attention works; ``lost``, if it ran on an earlier release and doesn't run here; ``untested``, if
-            eager attention raises in it, or the prover can't make its inputs; ``not applicable``, if the model lacks what it is
-            about.
+            eager attention fails in it, or the prover can't make its inputs; ``not applicable``, if the model lacks a part that
+            the case needs, such as a cache.
         difference: the largest relative difference that was measured.
         tolerance: the relative difference that was allowed.
         reason: why it isn't equal, or a remark.
