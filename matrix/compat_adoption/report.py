@@ -16,11 +16,12 @@ def report(one: Adoption, done: Mapping[str, Any], commit: str) -> dict[str, Any
     named = f"{one.release.distribution} {one.release.version}"
     said = f"{len(red)} not right" if red else "right, or refused as before"
     missing = [name for name in STEPS if name not in done]
+    without = f" (without {', '.join(missing)})" if missing else ""
     return {
         "release": named.replace(" ", "=="),
         "before": one.before and str(one.before.version),
         "ok": not red,
-        "title": f"{named}: {said}{f' (without {chr(44).join(missing)})' if missing else ''}",
+        "title": f"{named}: {said}{without}",
         "branch": one.checkout.branch,
         "base": one.checkout.base,
         "commit": commit,

@@ -55,11 +55,11 @@ class Bench:
         spec = importlib.util.find_spec("transformers")
         assert spec is not None
         assert spec.origin is not None
-        self.original = Path(spec.origin).parent
+        original = Path(spec.origin).parent
         self.release = importlib.metadata.version("transformers")
         self.folder = folder
         self.copy = folder / "path" / "transformers"
-        linked_copy(self.original, self.copy)
+        linked_copy(original, self.copy)
         self.texts = {
             str(path.relative_to(self.copy)): path.read_text(encoding="utf-8") for path in self.copy.rglob("*.py")
         }
