@@ -246,21 +246,28 @@ def test_a_cell_that_fails_is_wrong(released: Released) -> None:
 
 
 @pytest.mark.parametrize("step", ["pins", "cells"])
-def test_it_goes_on_after_a_kill(released: Released, step: str) -> None:
+def test_it_goes_on_after_a_kill(released: Released, step: str, tmp_path: Path) -> None:
     """Finished steps aren't repeated, and of a step that was killed nothing is left."""
+    begun, gate = tmp_path / "begun", tmp_path / "gate"
     released.small.write(
-        "test_it.py", "import time, gadget\n\ndef test_it():\n    time.sleep(3)\n    assert gadget.RIGHT"
+        "test_it.py",
+        "import pathlib, time, gadget\n\ndef test_it():\n"
+        f"    pathlib.Path({str(begun)!r}).touch()\n"
+        f"    while not pathlib.Path({str(gate)!r}).exists():\n        time.sleep(0.02)\n"
+        "    assert gadget.RIGHT",
     )
     released.commit()
     released.publish("gadget", "0.18.0")
     process = released.small.start("adopt", "gadget==0.18.0", **released.environment)
     assert process.stdout is not None
     for line in process.stdout:
-        if line.endswith(f": {step}\n"):
+        if line.endswith(f": {step}\n"):  # it begins
             break
-    time.sleep(1 if step == "pins" else 2)
+    while step == "cells" and not begun.exists():
+        time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
+    gate.touch()
     (tree,) = (released.folder / "cache" / "adopt").glob("*/tree")
     (tree / "half-done").write_text("")
     Path((tree / ".git").read_text().split()[1], "index.lock").write_text("")  # of a git that was killed
