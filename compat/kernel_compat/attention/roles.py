@@ -145,8 +145,9 @@ def is_layer_cache(name: str, value: Any) -> bool:
     """Whether an argument of a layer is its cache: by its name, or else by its type. Those of recurrences have no common base up to 5.2."""
     if name in LAYER_CACHE.spellings:
         return True
-    by_type = is_cache(value) or any(kind.__name__.endswith("Cache") for kind in type(value).__mro__)
-    return by_type and not _is_compiling()
+    if _is_compiling():  # Dynamo can't walk the classes of a value
+        return False
+    return is_cache(value) or any(kind.__name__.endswith("Cache") for kind in type(value).__mro__)
 
 
 def layer_cache_of(values: Mapping[str, Any]) -> Any:
