@@ -16,8 +16,8 @@ import torch, transformers, kernel_compat
 kernel_compat.register_attention("edited_flash", kernel="flash_attention_reference")
 kernel_compat.install()
 config = transformers.MistralConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2, sliding_window=4, attn_implementation="edited_flash",
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=4, sliding_window=4, attn_implementation="edited_flash",
 )
 try:
     model = transformers.MistralForCausalLM(config)
@@ -68,12 +68,21 @@ def edited(copy: Path, file: str, before: str, after: str, cache: Path) -> subpr
         replace_text(path, source)
 
 
-def test_an_edited_copy_is_proven_and_refused(copy: Path, tmp_path: Path) -> None:
-    """The scale of eager attention, which no kernel reads."""
-    file = "models/mistral/modeling_mistral.py"
-    done = edited(
-        copy, file, "key_states.transpose(2, 3)) * scaling", "key_states.transpose(2, 3)) * scaling * 1.1", tmp_path
-    )
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("key_states.transpose(2, 3)) * scaling", "key_states.transpose(2, 3)) * scaling * 1.1"),
+        pytest.param(
+            "return hidden_states.reshape(batch, num_key_value_heads * n_rep,",
+            "return hidden_states.transpose(1, 2).reshape(batch, num_key_value_heads * n_rep,",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["scale", "which heads share keys"],
+)
+def test_an_edited_copy_is_proven_and_refused(copy: Path, tmp_path: Path, before: str, after: str) -> None:
+    """What eager attention computes, and no kernel reads."""
+    done = edited(copy, "models/mistral/modeling_mistral.py", before, after, tmp_path)
     assert done.stdout.startswith("refused:"), done.stdout + done.stderr
     assert "transformers.models.mistral.modeling_mistral" in done.stderr  # says what has been edited
 

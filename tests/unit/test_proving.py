@@ -58,6 +58,15 @@ def test_sizes_fit_each_other() -> None:
     assert (tiny.num_hidden_layers, tiny.vocab_size, tiny.attention_dropout) == (2, VOCABULARY, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("heads", "keys", "grouped", "expected"),
+    [(32, 32, True, 2), (32, 32, False, 4), (2, 2, True, 1), (1, 1, True, 1), (32, 1, True, 1), (32, 8, False, 2)],
+)
+def test_heads_of_keys(heads: int, keys: int, grouped: bool, expected: int) -> None:
+    config = text(num_attention_heads=heads, num_key_value_heads=keys)
+    assert shrink(config, level=Level(grouped=grouped)).num_key_value_heads == expected
+
+
 def test_the_config_itself_stays() -> None:
     config = text(vision_config=text())
     before = config.to_dict()

@@ -231,9 +231,13 @@ def make_subject(
     """
     problems: dict[str, None] = {}
     sections = _has_sections(model_class, config)
+    tried: list[str] = []
     for level in LEVELS:
         try:
             tiny = shrink(config, recipes.overrides(model_type), level=level, multimodal_rope=sections)
+            if (values := repr(tiny.to_dict())) in tried:
+                continue
+            tried.append(values)
             return Subject(model_class, tiny, attn_implementation, counted)
         except RefusedToLoadError:
             raise

@@ -150,14 +150,23 @@ class Level:
     Attributes:
         widths: whether layers also become narrower: the widths of consecutive convolutions often have to fit each other.
         missing: whether numbers that are None in the config are filled in.
+        grouped: whether there are fewer heads of keys than of queries also where the config has as many.
     """
 
     widths: bool = True
     missing: bool = False
+    grouped: bool = True
 
 
 #: The levels in the order of trying, smallest models first.
-LEVELS = (Level(), Level(missing=True), Level(widths=False), Level(widths=False, missing=True))
+LEVELS = (
+    Level(),
+    Level(grouped=False),
+    Level(missing=True),
+    Level(missing=True, grouped=False),
+    Level(widths=False),
+    Level(widths=False, missing=True),
+)
 
 
 def shrink(
@@ -399,7 +408,10 @@ class _Rules:
         if _KEY_VALUE_HEADS.search(name):
             names = ("num_attention_heads", "n_head", "n_heads", "num_heads")
             heads = next((v for n in names if _is_int(v := self.values.get(n))), 0)
-            return min(value, HEADS if value == heads else KEY_VALUE_HEADS)
+            if value != heads:
+                return min(value, KEY_VALUE_HEADS)
+            heads = min(heads, HEADS)
+            return max(heads // 2, 1) if self.model.level.grouped else heads
         if name in ("image_size", "img_size", "max_image_size", "crop_size"):
             return min(value, IMAGE)
         if name == "encoder_hidden_size" and "downsampling_ratios" in self.values:
