@@ -52,7 +52,7 @@ def main() -> int:
                 continue
             claimed = [one for one in releases if seam.applies_to(str(one.version))]
             found = {label[one]: findings[one][seam.target] for one in claimed}
-            there = {release for release, what in found.items() if what.kind != "missing"}
+            there = {release for release, what in found.items() if what.kind != "missing" or what.on_instances}
             start = f"| `{shim.name}` | `{seam.target.removeprefix('transformers.')}` |"
             if not seam.roles:
                 lines.append(f"{start} | {runs(order, there)} |")

@@ -190,6 +190,8 @@ def _doubt(seam: Seam, found: Found) -> tuple[str, bool] | None:
     """Why a seam isn't as expected, and whether that is certain; None if it is."""
     if seam.inherited and found.inherited:  # the shim gives the class one of its own
         return None
+    if found.on_instances and not seam.replaced:
+        return None
     inherited = found.inherited and seam.replaced  # a shim replaces the class's own attribute
     if found.kind in ("missing", "unknown") or inherited:
         return str(found), found.kind != "unknown" or inherited

@@ -45,6 +45,7 @@ class Found:
         text: the source of a short value; otherwise why nothing was found or why it is unknown.
         home: the place of its definition, if that is a different one.
         inherited: whether it is inherited; if it is missing, a base class of a different distribution may have it.
+        on_instances: whether it is missing, but the instances of its class get it as they are made.
         others: its definitions in other branches of an ``if`` or ``try``.
     """
 
@@ -54,6 +55,7 @@ class Found:
     text: str = ""
     home: str = field(default="", compare=False)
     inherited: bool = False
+    on_instances: bool = False
     others: tuple[Found, ...] = ()
 
     @property
@@ -117,8 +119,9 @@ class Sources:
             if on_access and not self._look(module, (attribute.partition(".")[0],)):
                 return Found("unknown", text=f"perhaps of {module}, which finds attributes when they are used")
             owner = attribute.rpartition(".")[0]
-            base_elsewhere = bool(owner) and self.find(f"{module}:{owner}").kind == "class"
-            return Found("missing", text="nothing of that name", inherited=base_elsewhere)
+            of_class = bool(owner) and self.find(f"{module}:{owner}").kind == "class"
+            set_ = of_class and self._is_set(module, attribute)
+            return Found("missing", text="nothing of that name", inherited=of_class, on_instances=set_)
         first, *others = (replace(one, home="") if one.home == f"{module}:{attribute}" else one for one in found)
         return replace(first, others=tuple(others))
 
@@ -215,6 +218,20 @@ class Sources:
                 return [replace(one, inherited=True) for one in found]
         return []
 
+    def _is_set(self, module: str, attribute: str) -> bool:
+        """Whether the functions that make a class's instances set this attribute of them."""
+        owner, _, name = attribute.rpartition(".")
+        for maker in ("__init__", "__post_init__"):
+            for found in self._look(module, (*owner.split("."), maker)):
+                home, _, path = found.home.partition(":")
+                scope = self._module(home) if home in self._files else None
+                for part in path.split(".") if scope else ():
+                    definition = scope and next((b.definition for b in _reaching(scope, part) if b.definition), None)
+                    scope = scope.inner(definition) if scope and definition else None
+                if scope and any(_sets(node, name) for node in ast.walk(scope.node)):
+                    return True
+        return False
+
     def _exports(self, module: str, name: str) -> bool:
         """Whether ``from module import *`` imports a name that the module has."""
         if module not in self._listed:  # parsing whole modules, of which there are thousands, takes long
@@ -267,6 +284,15 @@ def _reaching(scope: Scope, name: str) -> list[Binding]:
     bindings = [one for one in bindings if one.around.branch != "typing"] or bindings
     always = [index for index, one in enumerate(bindings) if one.around.branch == "always"]
     return bindings[always[-1] if always else 0 :]
+
+
+def _sets(node: ast.AST, attribute: str) -> bool:
+    """Whether it is the target ``self.attribute`` of an assignment."""
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and (ast.unparse(node.value), node.attr) == ("self", attribute)
+    )
 
 
 def _literal(node: ast.expr | None) -> object:

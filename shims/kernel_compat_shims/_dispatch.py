@@ -10,7 +10,17 @@ from typing import Any
 
 from kernel_compat.attention.defaults import require_protected, resolve, unproven
 from kernel_compat.attention.names import AttentionName
-from kernel_compat.attention.roles import MASK, POSITIONS, SINKS, TOKENS
+from kernel_compat.attention.roles import (
+    CAUSALITY,
+    ENCODER_DECODER,
+    MASK,
+    PAGES,
+    POSITIONS,
+    SINKS,
+    SOFTCAP,
+    TOKENS,
+    WINDOW,
+)
 from kernel_compat.choosing.flash_flags import require_flash_support
 from kernel_compat.choosing.layers import require_declared
 from kernel_compat.patching.pass_through import unwrapped
@@ -51,7 +61,7 @@ def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Call
         # In 4.x the parameter is `implementation`, and callers pass `attn_implementation`.
         name = kwargs.get("attn_implementation") or kwargs.get("implementation")
         entry = resolve(name)
-        if (entry is None and name is not None) or kwargs.get("block_table") is not None:
+        if (entry is None and name is not None) or PAGES.of(kwargs) is not None:
             return others(*args, **kwargs)
         given = by_name(args, kwargs)
         query, key, value = given["query_states"], given["key_states"], given["value_states"]
@@ -70,14 +80,14 @@ def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Call
             query,
             key,
             value,
-            given["is_causal"],
+            given[CAUSALITY.named(given)],
             MASK.of(given),
             scale=given.get("softmax_scale"),
-            softcap=given.get("softcap"),
+            softcap=SOFTCAP.of(given),
             sinks=SINKS.of(given),
             dropout=given.get("dropout") or 0.0,
             deterministic=given.get("deterministic"),
-            sliding_window=given.get("sliding_window"),
+            sliding_window=WINDOW.of(given),
             positions=POSITIONS.of(given),
             lengths=PackedLengths.of(given),
         )
@@ -103,9 +113,7 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
             from kernel_compat.proving.loading import require_padding_free, require_proof
 
             require_proof(self, entry.name, unproven())
-            is_of_tokens = self.main_input_name in TOKENS.spellings and not getattr(
-                self.config, "is_encoder_decoder", False
-            )
+            is_of_tokens = self.main_input_name in TOKENS.spellings and not ENCODER_DECODER.attribute_of(self.config)
             if entry.padding_free and is_of_tokens:
                 require_padding_free(self, entry.name, unproven(), by_name=True)
         preload(attn_implementation)

@@ -18,7 +18,18 @@ from typing import Any
 
 from kernel_compat.attention.defaults import resolve
 from kernel_compat.attention.names import AttentionName
-from kernel_compat.attention.roles import LENGTHS, MASK, POSITIONS, SINKS
+from kernel_compat.attention.roles import (
+    ATTENTIONS,
+    CAUSALITY,
+    IMPLEMENTATION,
+    LENGTHS,
+    LOCAL_WINDOW,
+    MASK,
+    POSITIONS,
+    SINKS,
+    SOFTCAP,
+    WINDOW,
+)
 from kernel_compat.choosing.flash_flags import is_base
 from kernel_compat.errors import AttentionRefusedError, UnsupportedFeatureError
 from kernel_compat.patching.swap import Change, Changes
@@ -31,7 +42,11 @@ _IMPORTED = {
 }
 _LENGTHS = tuple(spelling for role in LENGTHS for spelling in role.spellings)
 #: Arguments of `_flash_attention_forward` that an attention function takes under the same name.
-_SHARED_ARGUMENTS = (*POSITIONS.spellings, "sliding_window", "softcap", *SINKS.spellings, "deterministic", *_LENGTHS)
+_SHARED_ARGUMENTS = (
+    *(s for role in (POSITIONS, WINDOW, SOFTCAP, SINKS) for s in role.spellings),
+    "deterministic",
+    *_LENGTHS,
+)
 _FLASH = "flash_attention_2"
 
 
@@ -119,7 +134,7 @@ def attend(query: Any, key: Any, value: Any, arguments: dict[str, Any]) -> Any:
         A tensor of shape (batch, length, heads, head_dim); None if no module is running under a registered name.
     """
     module = _running.module
-    entry = None if module is None else resolve(module.config._attn_implementation)
+    entry = None if module is None else resolve(IMPLEMENTATION.attribute_of(module.config))
     if entry is None:
         return None
     require_whole_sequences(entry)
@@ -127,9 +142,9 @@ def attend(query: Any, key: Any, value: Any, arguments: dict[str, Any]) -> Any:
     mask = MASK.of(arguments) if _running.mask is None else _running.mask
     layers = getattr(module.config, "attention_layers", None)
     if layers is not None and layers[module.layer_id] == "local":  # GPT-Neo, which passes no window
-        options["sliding_window"] = options["local_window"] = module.config.window_size
+        options[WINDOW.named()] = options[LOCAL_WINDOW.named()] = module.config.window_size
     elif mask is None or mask.ndim != 4:
-        _require_same_window(module, options.get("sliding_window"), key.shape[1], entry.name)
+        _require_same_window(module, WINDOW.of(options), key.shape[1], entry.name)
     forward = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[entry.name]
     _running.module = None  # a user's own attention function may call `_flash_attention_forward` without a name, too
     try:
@@ -141,7 +156,7 @@ def attend(query: Any, key: Any, value: Any, arguments: dict[str, Any]) -> Any:
             mask,
             dropout=arguments.get("dropout") or 0.0,
             scaling=arguments.get("softmax_scale"),
-            is_causal=arguments["is_causal"],
+            is_causal=arguments[CAUSALITY.named(arguments)],
             **options,
         )
     finally:
@@ -163,7 +178,7 @@ def require_whole_sequences(entry: AttentionName) -> None:
 def _require_same_window(module: Any, passed: int | None, kv_len: int, name: str) -> None:
     """Refuse a window that a model's flash class or its eager masks have, but not both: Mimi up to 5.2, Moshi and Kyutai up to 5.1."""
     makers = vars(sys.modules[type(module).__module__])
-    configured = getattr(module.config, "sliding_window", None)
+    configured = WINDOW.attribute_of(module.config)
     if passed and passed < kv_len:
         differs = "create_sliding_window_causal_mask" not in makers
     else:
@@ -184,10 +199,10 @@ def _recorded(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        entry = resolve(getattr(getattr(self, "config", None), "_attn_implementation", None))
+        entry = resolve(IMPLEMENTATION.attribute_of(getattr(self, "config", None)))
         if entry is None:
             return forward(self, *args, **kwargs)
-        if kwargs.get("output_attentions"):
+        if ATTENTIONS.of(kwargs):
             raise UnsupportedFeatureError(
                 "output_attentions=True", entry.name, "No flash kernel computes them: use attn_implementation='eager'."
             )

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from kernel_compat.attention.defaults import resolve
-from kernel_compat.attention.roles import READ
+from kernel_compat.attention.roles import ATTENTIONS, IMPLEMENTATION, READ
 from kernel_compat.choosing.layers import require_declared, require_layers
 from kernel_compat.errors import SeamError, UnsupportedFeatureError
 from kernel_compat.patching.seam import Seam
@@ -40,7 +40,7 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
         _mixers().patch(model)
         entry = resolve(_name_of(model))
         if entry is not None and entry.forward is None:
-            _refuse_attention_weights(model, entry.name, arguments.get("output_attentions"))
+            _refuse_attention_weights(model, entry.name, ATTENTIONS.of(arguments))
             require_readable(READ, (role.of(arguments) for role in READ))
 
     return with_context(unpadded(_under_one_name(original)), before)
@@ -75,7 +75,7 @@ def _under_one_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _name_of(model: Any) -> Any:
-    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return IMPLEMENTATION.attribute_of(getattr(model, "config", None))
 
 
 def _wrap_checkpoints(model: Any) -> None:
@@ -97,7 +97,7 @@ def _checkpointed(checkpoint: Any, function: Any, *args: Any, **kwargs: Any) -> 
 def _refuse_attention_weights(model: Any, name: str, requested: bool | None) -> None:
     """Refuse ``output_attentions``, which many models don't pass on to the attention function that would refuse it."""
     if requested is None:
-        requested = getattr(model.config, "output_attentions", False)
+        requested = ATTENTIONS.attribute_of(model.config)
     if requested:
         raise UnsupportedFeatureError(
             "output_attentions=True", name, "No flash kernel computes them: use attn_implementation='eager'."

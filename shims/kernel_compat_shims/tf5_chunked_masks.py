@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kernel_compat.attention.defaults import resolve
+from kernel_compat.attention.roles import IMPLEMENTATION
 from kernel_compat.ops.rewriting import with_globals
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim
@@ -20,7 +21,7 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
     from transformers.masking_utils import is_flash_attention_requested
 
     def requested(config: Any = None, *args: Any, **kwargs: Any) -> bool:
-        if resolve(getattr(config, "_attn_implementation", None)) is not None:
+        if resolve(IMPLEMENTATION.attribute_of(config)) is not None:
             return False
         return bool(is_flash_attention_requested(config, *args, **kwargs))
 

@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any
 
 from kernel_compat.attention.defaults import resolve
+from kernel_compat.attention.roles import HEAD_DIM, IMPLEMENTATION, LAYER_TYPES, WINDOW
 from kernel_compat.errors import KernelCompatError
 from kernel_compat.patching.pass_through import unwrapped
 from kernel_compat.patching.seam import Seam
@@ -53,7 +54,7 @@ def _by_kernel(decide: Callable[..., Any], config: Any, page_size: int, requeste
 
     A name with a forward of the user's own keeps upstream's decision, because that forward may or may not take block tables.
     """
-    entry = resolve(config._attn_implementation)
+    entry = resolve(IMPLEMENTATION.attribute_of(config))
     if entry is None or entry.forward is not None:
         return decide
     reason = entry.kernel.unpaged_because(page_size, _head_dim(config)) or _windows(config)
@@ -68,15 +69,15 @@ def _by_kernel(decide: Callable[..., Any], config: Any, page_size: int, requeste
 
 def _head_dim(config: Any) -> int:
     """0 where a config has none: upstream can't make a cache by it."""
-    given = getattr(config, "head_dim", None)
+    given = HEAD_DIM.attribute_of(config)
     return int(given or getattr(config, "hidden_size", 0) // getattr(config, "num_attention_heads", 1))
 
 
 def _windows(config: Any) -> str | None:
     """Why a model's layers have no block table; None where all have one. 5.9 to 5.15 fail in the first step."""
-    types = getattr(config, "layer_types", None)
+    types = LAYER_TYPES.attribute_of(config)
     if types is None:
-        types = ["full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"]
+        types = ["full_attention" if WINDOW.attribute_of(config) is None else "sliding_attention"]
     others = sorted({kind for kind in types if kind != "full_attention"})
     return f"a model with {' and '.join(others)} layers has no block table" if others else None
 

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import Any
 
 from kernel_compat.attention.defaults import resolve
+from kernel_compat.attention.roles import IMPLEMENTATION
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
 
@@ -18,7 +19,7 @@ def _setter(original: Any) -> Callable[..., Any]:
     @wraps(original)
     def __setattr__(self: Any, key: str, value: Any) -> None:
         config = original.__globals__["GptOssConfig"]
-        if key in ("_attn_implementation", "_attn_implementation_internal") and resolve(value) is not None:
+        if key.removesuffix("_internal") in IMPLEMENTATION.spellings and resolve(value) is not None:
             super(config, self).__setattr__(key, value)  # the check is all that the class's own method adds
         else:
             original(self, key, value)

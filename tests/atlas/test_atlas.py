@@ -18,6 +18,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,7 +29,7 @@ from packaging.version import Version
 from wheels import publish
 
 from kernel_compat.errors import SeamError
-from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.seam import Read, Seam
 from kernel_compat.patching.shim import Shim
 from kernel_compat.proving.published import digest_of
 from kernel_compat_atlas import cli, digests, seams
@@ -245,6 +246,7 @@ class Child(Base):
         self.flag = "of the instance"
         self.instance_only = 1
 
+class Grandchild(Child): ...
 Renamed = Child
 TABLE = {1: 2, **{}}
 MADE = Base(1)
@@ -319,6 +321,23 @@ def test_what_a_module_has_is_found_without_importing_it(
 
 
 @pytest.mark.parametrize(
+    ("attribute", "expected"),
+    [
+        ("Child.instance_only", True),
+        ("Grandchild.instance_only", True),
+        ("Child.annotated", False),
+        ("Base.instance_only", False),
+        ("plain.instance_only", False),
+    ],
+)
+def test_an_attribute_of_instances_is_none_of_the_class(
+    demo: Path, tmp_path: Path, attribute: str, expected: bool
+) -> None:
+    found = read_one(demo, f"demo.there:{attribute}", tmp_path)
+    assert (found.kind, found.on_instances) == ("missing", expected)
+
+
+@pytest.mark.parametrize(
     ("target", "expected"),
     [
         ("demo.nowhere:f", "no module demo.nowhere"),
@@ -361,15 +380,27 @@ CLAIMS = [
     (Seam("{}:TABLE", ("a",)), "= {"),
     (Seam("{}:Child.computed", ("self",)), "property"),
     (Seam("{}:nothing", ("a",)), "nothing of that name"),
+    (Seam("{}:Child.instance_only"), "nothing of that name"),
+    (Read("{}:Child.instance_only"), None),
+    (Read("{}:Grandchild.instance_only"), None),
+    (Read("{}:Child.flag"), None),
+    (Read("{}:Child.annotated"), "nothing of that name"),
+    (Read("{}:Base.instance_only"), "nothing of that name"),
+    (Read("{}:plain", roles=(("query",), ("softcap", "scale")), known=None), None),
+    (Read("{}:cached", roles=(("a",),), known=frozenset()), None),
+    (Read("{}:overloaded", roles=(("a",),), known=frozenset()), "a parameter b, which is unknown"),
+    (Read("{}:overloaded", roles=(("c", "d"),), known=None), "without c or d"),
 ]
 
 
-@pytest.mark.parametrize(("seam", "problem"), CLAIMS, ids=[seam.target[3:] for seam, _ in CLAIMS])
+@pytest.mark.parametrize(
+    ("seam", "problem"), CLAIMS, ids=[f"{type(seam).__name__}-{seam.target[3:]}" for seam, _ in CLAIMS]
+)
 def test_a_claim_is_judged_as_install_judges_it(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seam: Seam, problem: str | None
 ) -> None:
     """The same module, read from its wheel and imported."""
-    seam = Seam(seam.target.format("demo.there"), seam.parameters, seam.versions)
+    seam = replace(seam, target=seam.target.format("demo.there"))
     found = checked(demo, seam, tmp_path)
     assert [one.certain for one in found] == ([] if problem is None else [True])
     assert problem is None or re.search(problem, found[0].found)

@@ -221,6 +221,30 @@ def test_a_forward_that_is_overwritten_after_the_installation() -> None:
         base.__call__ = ours
 
 
+@pytest.mark.parametrize(
+    ("part", "kind", "attribute"), [("llama", "LlamaAttention", "is_causal"), ("gpt_oss", "GptOssAttention", "sinks")]
+)
+def test_a_layer_that_sets_another_attribute(
+    part: str, kind: str, attribute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a layer doesn't pass to its attention is read from it, under a name that a release may change."""
+    modeling = importlib.import_module(f"transformers.models.{part}.modeling_{part}")
+    layer = getattr(modeling, kind)
+    source = inspect.getsource(modeling).replace(f"self.{attribute} = ", f"self.renamed_{attribute} = ")
+    edited: dict[str, Any] = {**vars(modeling)}
+    exec(compile(source, modeling.__file__, "exec", dont_inherit=True), edited)
+    made = vars(edited[kind])["__init__"]
+    cell = [c for c in made.__closure__ if c.cell_contents is edited[kind]]
+    cell[0].cell_contents = layer  # of its super()
+    monkeypatch.setattr(layer, "__init__", made)
+    with pytest.warns(UnprotectedWarning, match=f"reads_layers.*{kind}.{attribute}"):
+        report = kernel_compat.install(unproven="allow")
+    assert [shim.name for shim in report.shims if shim.state == "failed"] == ["reads_layers"]
+    monkeypatch.undo()
+    with pytest.raises(UnprotectedError, match=f"{kind}.{attribute}"):
+        packed(model())
+
+
 def test_an_argument_of_a_layer_that_nothing_is_known_of() -> None:
     kernel_compat.install(unproven="allow")
     made = model()

@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .roles import KEY_OFFSETS, LENGTHS, QUERY_OFFSETS
+from .roles import ATTENTIONS, KEY_OFFSETS, LENGTHS, QUERY_OFFSETS
 
 __all__ = ["AttentionCall", "PackedLengths", "check_heads", "unsupported_argument"]
 
 #: Arguments of some models' attention that no kernel supports: most change the scores.
-_UNSUPPORTED = frozenset({"head_mask", "attention_bias", "sinks", "indices", "block_indices", "output_attentions"})
+_UNSUPPORTED = frozenset({"head_mask", "attention_bias", "sinks", "indices", "block_indices", *ATTENTIONS.spellings})
 
 
 def unsupported_argument(arguments: Mapping[str, Any]) -> str | None:
     """The first of a layer's arguments that no kernel supports; None if it has none."""
     for name in arguments:
         if name in _UNSUPPORTED and arguments[name] is not None and arguments[name] is not False:
-            return "output_attentions=True" if name == "output_attentions" else name
+            return f"{name}=True" if name in ATTENTIONS.spellings else name
     return None
 
 

@@ -20,7 +20,25 @@ from .call import AttentionCall, PackedLengths, check_heads, unsupported_argumen
 from .forward_context import ForwardContext, current_context, require_open
 from .mask_reduction import ReducedMask, reduce_mask, require_own_keys, visible_and_bias
 from .padding import padding_segments
-from .roles import ATTENTION_ARGUMENTS, KEY_LENGTH, KEY_OFFSETS, LAYER_SETTINGS, READ, SINKS
+from .roles import (
+    ATTENTION_ARGUMENTS,
+    BIAS,
+    CAUSALITY,
+    KEY_LENGTH,
+    KEY_OFFSETS,
+    LAYER_INDEX,
+    LAYER_SETTINGS,
+    LAYER_TYPES,
+    LOCAL_WINDOW,
+    PAGES,
+    QUERY_DIM,
+    READ,
+    SCALE,
+    SINKS,
+    SOFTCAP,
+    VALUE_DIM,
+    WINDOW,
+)
 from .tensors import constant, require_readable, same_storage
 from .varlen import packed_attention, padded_attention, paged_attention, sequences_attention
 
@@ -65,9 +83,11 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
         # 5.23, where the lengths of each type of layer arrive, here; from 5.24 on in the layer.
         paging = {KEY_OFFSETS.named(): cu_seq_lens_k, KEY_LENGTH.named(): max_length_k, **kwargs}
         if isinstance(cu_seq_lens_k, dict):
-            key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=paging)
+            key, value = cache.update(
+                key_states=key, value_states=value, layer_idx=LAYER_INDEX.attribute_of(module), kwargs=paging
+            )
             cu_seq_lens_k, max_length_k = KEY_OFFSETS.of(paging), KEY_LENGTH.of(paging)
-        in_pages = paging.get("block_table") is not None
+        in_pages = PAGES.of(paging) is not None
         if not in_pages:
             value = _unpadded(module, query, value)
         dtype = None if in_pages else target_dtype(query, module)
@@ -81,17 +101,17 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             query,
             key,
             value,
-            getattr(module, "is_causal", None) if is_causal is None else is_causal,
+            CAUSALITY.attribute_of(module) if is_causal is None else is_causal,
             attention_mask,
-            scale=_setting(module, "scaling", scaling, query.shape[-1] ** -0.5),
-            softcap=_setting(module, "softcap", softcap),
+            scale=_setting(module, SCALE.named(), scaling, query.shape[-1] ** -0.5),
+            softcap=_setting(module, SOFTCAP.named(), softcap),
             sinks=_setting(module, SINKS.named(), s_aux),
             dropout=dropout,
             deterministic=deterministic,
-            sliding_window=kwargs["sliding_window"] if "sliding_window" in kwargs else _window_of(module),
-            local_window=kwargs.get("local_window"),
+            sliding_window=kwargs[passed] if (passed := WINDOW.spelled(kwargs)) else _window_of(module),
+            local_window=LOCAL_WINDOW.of(kwargs),
             positions=position_ids,
-            bias=kwargs.get("position_bias"),
+            bias=BIAS.of(kwargs),
             lengths=lengths,
         )
         if current_context() is None:
@@ -128,11 +148,10 @@ def _setting(module: torch.nn.Module, argument: str, value: Any, default: float 
     """
     if value is not _OMITTED:
         return value
-    attribute = LAYER_SETTINGS[argument]
-    own = getattr(module, attribute, None)
+    own = LAYER_SETTINGS[argument].attribute_of(module)
     if own is not None and (default is None or own != default):
         raise ValueError(
-            f"{type(module).__name__} has an attribute {attribute!r}, but passes no {argument!r} to its attention: nothing "
+            f"{type(module).__name__} has an attribute {LAYER_SETTINGS[argument].named()!r}, but passes no {argument!r} to its attention: nothing "
             "says whether the scores need it. Pass it, if only as None, or set the attribute to None"
         )
     return None
@@ -143,7 +162,7 @@ def _unpadded(module: torch.nn.Module, query: Tensor, value: Tensor) -> Tensor:
 
     They take as many dimensions of the output as the value had.
     """
-    dims = (getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None))
+    dims = (QUERY_DIM.attribute_of(module), VALUE_DIM.attribute_of(module))
     padded = dims[0] == query.shape[-1] == value.shape[-1] and isinstance(dims[1], int) and dims[1] < dims[0]
     return value[..., : dims[1]] if padded else value
 
@@ -193,9 +212,9 @@ def _makes_masks(layer: type) -> bool:
 
 def _window_of(module: torch.nn.Module) -> int | None:
     """The window of a layer that doesn't pass it, as Qwen2-MoE's: it is in the layer's mask, which a flash kernel doesn't get."""
-    window: int | None = getattr(module, "sliding_window", None)
-    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
-    index = getattr(module, "layer_idx", None)
+    window: int | None = WINDOW.attribute_of(module)
+    layer_types = LAYER_TYPES.attribute_of(getattr(module, "config", None))
+    index = LAYER_INDEX.attribute_of(module)
     if window and layer_types and index is not None and layer_types[index] != "sliding_attention":
         return None
     return window

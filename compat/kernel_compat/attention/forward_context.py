@@ -26,7 +26,18 @@ from ..patching.pass_through import described, wrapped_by
 from ..patching.wrapping import functions_beneath
 from .boundaries import Packing, Sequences, find_packing, require_agreement, restarts_of
 from .call import PackedLengths
-from .roles import EMBEDDINGS, MASK, POSITIONS, TOKENS, cache_of, cache_returned, is_paged
+from .roles import (
+    COMPILEABLE,
+    EMBEDDINGS,
+    ENCODER_DECODER,
+    IMPLEMENTATION,
+    MASK,
+    POSITIONS,
+    TOKENS,
+    cache_of,
+    cache_returned,
+    is_paged,
+)
 from .tensors import constant, same_storage
 
 __all__ = [
@@ -110,8 +121,8 @@ class ForwardContext:
         self.batch: int = tokens.shape[0] if sized else 0
         self.length: int = tokens.shape[1] if sized else 0
         config = getattr(model, "config", None)
-        self.implementation = getattr(config, "_attn_implementation", None)
-        self._encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+        self.implementation = IMPLEMENTATION.attribute_of(config)
+        self._encoder_decoder = bool(ENCODER_DECODER.attribute_of(config))
         self.tokens_only, self.has_encoder_states = sized, False
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.is_floating_point() and name not in EMBEDDINGS.spellings:
@@ -213,7 +224,7 @@ class ForwardContext:
     @property
     def static_without_mask(self) -> bool:
         """Whether the cache is static and the call has no dict of masks, which would say where the keys end."""
-        return not self.masks_by_layer_type and bool(getattr(self.cache, "is_compileable", False))
+        return not self.masks_by_layer_type and bool(COMPILEABLE.attribute_of(self.cache))
 
     @property
     def tokens_after_padding(self) -> int:

@@ -14,7 +14,14 @@ from ..errors import UnsupportedFeatureError
 from ..kernels.memo import fixed_shapes
 from ..patching.pass_through import unwrapped
 from .forward_context import ForwardContext, MaskRecord, current_context, record_mask
-from .roles import MASK, MASK_ARGUMENTS, POSITIONS
+from .roles import (
+    CACHE_POSITIONS,
+    CHUNK,
+    MASK,
+    MASK_ARGUMENTS,
+    POSITIONS,
+    WINDOW,
+)
 from .tensors import as_int, require_readable, same_storage
 
 __all__ = ["MaskPattern", "attention_mask_function", "mask_pattern", "plain_mask_function", "query_length"]
@@ -87,13 +94,13 @@ def _require_known(arguments: dict[str, Any]) -> None:
 
 def query_length(arguments: dict[str, Any]) -> int:
     """The number of queries: transformers passes their positions up to 5.5, their number from 5.6 on."""
-    positions = arguments.get("cache_position")
+    positions = CACHE_POSITIONS.of(arguments)
     length: int = arguments["q_length"] if positions is None else positions.shape[0]
     return length
 
 
 def _ones(arguments: dict[str, Any], length: int) -> Tensor:
-    positions = arguments.get("cache_position")
+    positions = CACHE_POSITIONS.of(arguments)
     device = arguments.get("device") if positions is None else positions.device
     return torch.ones(arguments["batch_size"], length, dtype=torch.bool, device=device)
 
@@ -113,7 +120,7 @@ def _make_mask(pattern: MaskPattern | None, context: ForwardContext | None, argu
     if kv_length != q_length and compiling and mask is not None and q_length != 1:
         torch._assert_async(mask[:, -1].any(), "a mask as long as a static cache: cut it to the tokens there are")
     elif kv_length != q_length and not compiling and (pattern.causal or pattern.window != (-1, -1)):
-        positions = arguments.get("cache_position")
+        positions = CACHE_POSITIONS.of(arguments)
         last = as_int(arguments.get("q_offset", 0)) + q_length - 1 if positions is None else as_int(positions[-1])
         end = last + 1  # the number of tokens, cached and new
         if mask is not None:
@@ -150,9 +157,9 @@ def mask_pattern(arguments: dict[str, Any]) -> MaskPattern | None:
         return None
     window = (-1, -1)
     if left is not None:
-        window = (as_int(left["sliding_window"]) - 1, 0)
+        window = (as_int(left[WINDOW.named(left)]) - 1, 0)
     elif both is not None:
-        window = (as_int(both["sliding_window"]),) * 2
+        window = (as_int(both[WINDOW.named(both)]),) * 2
     packed = parts.get("packed_sequence_mask_function.<locals>.inner_mask", {})
     return MaskPattern(causal, window, packed.get("packed_sequence_mask"))
 
@@ -186,9 +193,9 @@ _SEGMENTS, _POSITIONS = [[0, 0, 0, 0, 1, 1, 1]], [[0, 1, 2, 3, 0, 1, 2]]
 _TRIALS = {
     "causal_mask_function": _Trial({}, lambda q, k: k <= q),
     "bidirectional_mask_function": _Trial({}, lambda q, k: q >= 0),
-    "sliding_window_overlay.<locals>.inner_mask": _Trial({"sliding_window": 2}, lambda q, k: k > q - 2),
+    "sliding_window_overlay.<locals>.inner_mask": _Trial({WINDOW.named(): 2}, lambda q, k: k > q - 2),
     "sliding_window_bidirectional_overlay.<locals>.inner_mask": _Trial(
-        {"sliding_window": 2}, lambda q, k: (q - k).abs() <= 2
+        {WINDOW.named(): 2}, lambda q, k: (q - k).abs() <= 2
     ),
     "packed_sequence_mask_function.<locals>.inner_mask": _Trial(
         {"packed_sequence_mask": _SEGMENTS}, lambda q, k: (q < 4) == (k < 4)
@@ -276,7 +283,7 @@ def _pattern_in_graph(function: Callable[..., Any], arguments: dict[str, Any]) -
         return MaskPattern(name == "causal_mask_function")
     # A model's own pattern comes with `use_vmap` (from 5.0 on), windows and chunks come with their size.
     size = arguments.get("local_size")
-    chunk = getattr(arguments.get("config"), "attention_chunk_size", None)
+    chunk = CHUNK.attribute_of(arguments.get("config"))
     # Before 5.0 it comes with a mask: without one upstream looks for packed sequences.
     unknown = MASK.of(arguments) is not None and "local_size" not in arguments
     if name != "and_mask" or arguments.get("use_vmap", unknown) or (chunk is not None and size in (None, chunk)):

@@ -18,6 +18,7 @@ from ..patching.swap import Change, make, undo
 from ..releases import TRANSFORMERS, minors
 from ..versions import counted, minor, within
 from .names import AttentionName, check_name, upstream_owner
+from .roles import IMPLEMENTATION
 from .sequence_parallel.ulysses import group_source
 from .unsupported import checks, refusal, refusing, unsupported_because
 
@@ -164,7 +165,7 @@ class AttentionRegistry:
             own = vars(value) if hasattr(value, "__dict__") else {}
             module = "_modules" in own  # an adapter's config is that of the model in it
             for config in (value, getattr(value, "config", None) if module else own.get("config")):
-                name = getattr(config, "_attn_implementation", config)
+                name = IMPLEMENTATION.attribute_of(config) or config
                 if self.resolve(name) is not None:
                     return True
         return False

@@ -7,26 +7,57 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 __all__ = [
+    "ALIBI",
+    "ATTENTIONS",
     "ATTENTION_ARGUMENTS",
+    "BIAS",
     "CACHE",
+    "CACHE_POSITIONS",
+    "CAUSALITY",
+    "CHUNK",
+    "COMPILEABLE",
+    "DECODER_MASK",
+    "DECODER_TOKENS",
     "EMBEDDINGS",
+    "ENCODER_DECODER",
+    "GROUPS",
+    "HEAD_DIM",
+    "IMPLEMENTATION",
     "KEY_LENGTH",
     "KEY_OFFSETS",
+    "LABELS",
     "LAYER_CACHE",
+    "LAYER_INDEX",
     "LAYER_SETTINGS",
+    "LAYER_SINKS",
+    "LAYER_TYPES",
     "LENGTHS",
+    "LOCAL_WINDOW",
+    "LONGEST",
     "MASK",
     "MASK_ARGUMENTS",
     "MASK_EMBEDDINGS",
+    "PAGES",
     "POSITIONS",
+    "QUERY_DIM",
     "QUERY_LENGTH",
     "QUERY_OFFSETS",
     "READ",
+    "SCALE",
+    "SEQUENCES",
     "SINKS",
+    "SOFTCAP",
+    "SOFTCAPPING",
+    "SUPPORTS_SDPA",
+    "TARGETS",
     "TOKENS",
+    "USES_WINDOW",
     "USE_CACHE",
+    "VALUE_DIM",
+    "WINDOW",
     "Role",
     "cache_of",
+    "cache_returned",
     "is_cache",
     "is_layer_cache",
     "is_paged",
@@ -58,6 +89,10 @@ class Role(NamedTuple):
             if (value := getattr(owner, spelling, None)) is not None:
                 return value
         return None
+
+    def is_attribute_of(self, owner: Any) -> bool:
+        """Whether an object has one of them as an attribute, of whatever value."""
+        return any(hasattr(owner, spelling) for spelling in self.spellings)
 
     def spelled(self, names: Collection[str]) -> str | None:
         """The spelling among names, such as those of a function's parameters; None if it isn't there."""
@@ -91,6 +126,22 @@ QUERY_LENGTH = Role("longest queries", ("max_length_q",))
 KEY_LENGTH = Role("longest keys", ("max_length_k",))
 #: Of packed sequences, in the order of `PackedLengths`.
 LENGTHS = (QUERY_OFFSETS, KEY_OFFSETS, QUERY_LENGTH, KEY_LENGTH)
+CAUSALITY = Role("causality", ("is_causal",))
+SCALE = Role("scale of the scores", ("scaling",))
+SOFTCAP = Role("softcap", ("softcap",))
+WINDOW = Role("window", ("sliding_window",))
+#: Of the library's own shims, for layers whose window reaches to both sides.
+LOCAL_WINDOW = Role("window to both sides", ("local_window",))
+BIAS = Role("bias of the scores", ("position_bias",))
+PAGES = Role("pages of a cache", ("block_table",))
+SEQUENCES = Role("numbers of sequences", ("seq_idx",))
+CACHE_POSITIONS = Role("positions in a cache", ("cache_position",))
+ATTENTIONS = Role("return of attention weights", ("output_attentions",))
+LABELS = Role("labels", ("labels",))
+#: Of losses: the labels, each moved to the token that predicts it.
+TARGETS = Role("targets", ("shift_labels",))
+DECODER_TOKENS = Role("tokens of a decoder", ("decoder_input_ids",))
+DECODER_MASK = Role("mask of a decoder", ("decoder_attention_mask",))
 #: Arguments whose values say where padding and sequences are.
 READ = (MASK, POSITIONS, *LENGTHS)
 
@@ -102,31 +153,47 @@ MASK_ARGUMENTS = frozenset(
         *("allow_is_causal_skip", "allow_is_bidirectional_skip", "allow_torch_fix"),
     }
 )
+_OF_ATTENTION = (
+    *(MASK, POSITIONS, *LENGTHS, CAUSALITY, SCALE, SOFTCAP, WINDOW, LOCAL_WINDOW, SINKS, BIAS, PAGES),
+    *(CACHE_POSITIONS, SEQUENCES, TARGETS, USE_CACHE),
+)
 #: Arguments that the layers of any release pass to an attention function, and those that models pass on through their layers
 #: although they change nothing there. Another one that isn't of the model's own call is refused.
 ATTENTION_ARGUMENTS = frozenset(
     {
-        *(
-            "cache_position",
-            "num_items_in_batch",
-            "seq_idx",
-            "output_hidden_states",
-            "output_router_logits",
-            "return_dict",
-            "shift_labels",
-            "ignore_index",
-        ),
-        *USE_CACHE.spellings,
-        *("module", "query", "key", "value", *MASK.spellings, *POSITIONS.spellings, "scaling", "dropout", "softcap"),
-        *("is_causal", "sliding_window", "local_window", *SINKS.spellings, "position_bias", "deterministic", "cache"),
-        *(spelling for role in LENGTHS for spelling in role.spellings),
-        *("block_table", "k_cache", "v_cache"),  # added by the paged cache in a layer, from 5.24 on
+        *(spelling for role in _OF_ATTENTION for spelling in role.spellings),
+        *("module", "query", "key", "value", "dropout", "deterministic", "cache"),
+        *("num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict", "ignore_index"),
+        *("k_cache", "v_cache"),  # added by the paged cache in a layer, as the pages are, from 5.24 on
     }
 )
 
 
+# Attributes of layers, and some of configs too.
+LAYER_INDEX = Role("index of a layer", ("layer_idx",))
+GROUPS = Role("queries for each key head", ("num_key_value_groups",))
+SOFTCAPPING = Role("softcap of a layer", ("attn_logit_softcapping",))
+LAYER_SINKS = Role("sinks of a layer", ("sinks",))
+HEAD_DIM = Role("dimension of a head", ("head_dim", "key_value_proj_dim"))
+#: Of multi-head latent attention.
+QUERY_DIM = Role("dimension of a query", ("qk_head_dim",))
+VALUE_DIM = Role("dimension of a value", ("v_head_dim",))
+
+# Attributes of configs.
+IMPLEMENTATION = Role("attention name", ("_attn_implementation",))
+LAYER_TYPES = Role("types of layers", ("layer_types",))
+CHUNK = Role("size of chunks", ("attention_chunk_size",))
+USES_WINDOW = Role("use of a window", ("use_sliding_window",))
+ALIBI = Role("use of ALiBi", ("alibi",))
+LONGEST = Role("longest sequence", ("max_position_embeddings",))
+ENCODER_DECODER = Role("whether there is an encoder beside the decoder", ("is_encoder_decoder",))
+
+# Attributes of model classes and of caches.
+SUPPORTS_SDPA = Role("support of sdpa", ("_supports_sdpa",))
+COMPILEABLE = Role("whether a cache can be compiled", ("is_compileable",))
+
 #: A layer's attribute by the argument in which the layer passes it to its attention: of Gemma-2 and those after it, of GPT-OSS.
-LAYER_SETTINGS = {"softcap": "attn_logit_softcapping", SINKS.named(): "sinks", "scaling": "scaling"}
+LAYER_SETTINGS = {SOFTCAP.named(): SOFTCAPPING, SINKS.named(): LAYER_SINKS, SCALE.named(): SCALE}
 
 
 def _is_compiling() -> bool:

@@ -18,12 +18,19 @@ from ..kernels.indices import sequence_numbers, true_first
 from ..kernels.memo import fixed_shapes
 from .boundaries import Sequences, offsets_on_host
 from .forward_context import ForwardContext, within
-from .roles import LENGTHS, USE_CACHE, is_layer_cache, layer_cache_of
+from .roles import (
+    CACHE_POSITIONS,
+    LENGTHS,
+    SEQUENCES,
+    USE_CACHE,
+    is_layer_cache,
+    layer_cache_of,
+)
 
 __all__ = ["RowCall", "Rows", "packed_rows", "padded_rows"]
 
 #: Arguments about the whole packed row, which its sequences must not get.
-_PACKED_ARGUMENTS = frozenset({"cache_position", "seq_idx", *(s for role in LENGTHS for s in role.spellings)})
+_PACKED_ARGUMENTS = frozenset(s for role in (CACHE_POSITIONS, SEQUENCES, *LENGTHS) for s in role.spellings)
 
 
 class Rows(NamedTuple):
@@ -190,7 +197,7 @@ class RowCall:
         is_cache = is_layer_cache(name, value)
         if self.keeps_cache and (is_cache or name in USE_CACHE.spellings):
             return value
-        if self.keeps_cache and name == "cache_position" and isinstance(value, Tensor):
+        if self.keeps_cache and name in CACHE_POSITIONS.spellings and isinstance(value, Tensor):
             return value[: source.shape[1]]
         if is_cache or name in _PACKED_ARGUMENTS:
             return None

@@ -15,7 +15,7 @@ from ..patching.swap import Change
 from .forward import attention_forward
 from .mask_function import attention_mask_function, plain_mask_function
 from .names import AttentionName
-from .roles import KEY_OFFSETS
+from .roles import KEY_OFFSETS, WINDOW
 from .sequence_parallel.ulysses import gathering_mask_function, spread
 from .unsupported import refusing
 
@@ -84,7 +84,7 @@ def _paged_forward(entry: AttentionName) -> Callable[..., Any]:
             raise UnsupportedFeatureError(
                 "softcap in continuous batching", f"paged|{name}", "Use transformers 5.19 or later, or 'paged|eager'."
             )
-        if sliding_window and not getattr(module, "sliding_window", None):
+        if sliding_window and not WINDOW.attribute_of(module):
             # It reads the layer's, and layers that pass their window, as Mistral's, have none: there would be no window.
             module = SimpleNamespace(
                 config=module.config,
@@ -108,9 +108,7 @@ def _without_garbage(cache: Any, cu_seqlens_k: Any, module: Any) -> Any:
     5.14 on.
     """
     if isinstance(cu_seqlens_k, dict):
-        cu_seqlens_k = cu_seqlens_k[
-            "sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"
-        ]
+        cu_seqlens_k = cu_seqlens_k["sliding_attention" if WINDOW.attribute_of(module) else "full_attention"]
 
     def update(*args: Any, **kwargs: Any) -> Any:
         keys, values = cache.update(*args, **kwargs)

@@ -13,6 +13,7 @@ from ..errors import KernelUnavailableError
 from ..patching.swap import Change
 from ..releases import TORCH, TRANSFORMERS, minors
 from ..versions import within
+from .roles import IMPLEMENTATION
 
 __all__ = ["SUPPORTED", "checks", "refusal", "refusing", "unsupported_because"]
 
@@ -86,7 +87,7 @@ def checks(names: Callable[[], Mapping[str, Any]], reason: str) -> list[Change]:
 
 def _requested(method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The attention names in the arguments of a method: its own, and those of configs."""
-    found = [getattr(one, "_attn_implementation", None) for one in (*args, kwargs.get("config"))]
+    found = [IMPLEMENTATION.attribute_of(one) for one in (*args, kwargs.get("config"))]
     found += [kwargs.get("attn_implementation"), *(args if method == "set_attn_implementation" else ())]
     for one in found:
         yield from one.values() if isinstance(one, Mapping) else (one,)

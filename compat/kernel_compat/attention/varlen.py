@@ -15,7 +15,7 @@ from ..kernels.memo import fixed_shapes
 from .boundaries import Sequences, longest, require_total
 from .call import AttentionCall, PackedLengths
 from .padding import padding, padding_segments, query_mask, runs
-from .roles import KEY_OFFSETS, QUERY_OFFSETS
+from .roles import KEY_OFFSETS, PAGES, QUERY_OFFSETS
 from .tensors import offsets_of
 
 __all__ = ["packed_attention", "padded_attention", "paged_attention", "sequences_attention"]
@@ -180,7 +180,7 @@ def paged_attention(kernel: Kernel, call: AttentionCall, paging: dict[str, Any])
         key,
         value,
         cache_seqlens=(offsets[1 : sequences + 1] - offsets[:sequences] - 1).to(torch.int32),
-        block_table=paging["block_table"],
+        block_table=paging[PAGES.named(paging)],
         softmax_scale=call.scale,
         causal=True,
         window_size=(window - 1, 0) if window else (-1, -1),

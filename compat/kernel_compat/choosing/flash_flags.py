@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..attention.roles import SUPPORTS_SDPA
 from ..errors import AttentionRefusedError
 from ..kernels.catalog import FLEXIBLE
 from .support import has_no_attention
@@ -99,7 +100,7 @@ def _sparse_attention(model: Any) -> str | None:
 
 def has_sdpa(model: Any) -> bool:
     """Whether a model or a model class declares sdpa. A property counts as False without an instance."""
-    flag = getattr(model, "_supports_sdpa", False)
+    flag = SUPPORTS_SDPA.attribute_of(model)
     return not isinstance(flag, property) and bool(flag)
 
 

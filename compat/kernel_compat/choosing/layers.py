@@ -8,6 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..attention.names import AttentionName
+from ..attention.roles import (
+    GROUPS,
+    HEAD_DIM,
+    LAYER_INDEX,
+    LAYER_SINKS,
+    LAYER_TYPES,
+    QUERY_DIM,
+    SOFTCAPPING,
+    SUPPORTS_SDPA,
+    VALUE_DIM,
+    WINDOW,
+)
 from ..environment import Environment
 from ..errors import UnsupportedFeatureError
 from ..kernels import Kernel, LayeredKernel, Needs, unmet
@@ -113,13 +125,13 @@ def _first(kernel: Kernel, needs: Needs, environment: Environment) -> tuple[str 
 def _layers(model: Any, device: str) -> Iterator[tuple[str, Needs]]:
     """The attention layers of a model by the names of their modules."""
     for name, module in model.named_modules():
-        if hasattr(module, "_supports_sdpa"):  # a model
+        if SUPPORTS_SDPA.is_attribute_of(module):  # a model
             continue
-        dims = [getattr(module, attribute, None) for attribute in ("qk_head_dim", "head_dim", "key_value_proj_dim")]
+        dims = [getattr(module, attribute, None) for attribute in (*QUERY_DIM.spellings, *HEAD_DIM.spellings)]
         head_dim = next((dim for dim in dims if isinstance(dim, int)), None)
         if head_dim is None or not any(hasattr(module, part) for part in _PROJECTIONS):
             continue
-        value_dim = getattr(module, "v_head_dim", None)
+        value_dim = VALUE_DIM.attribute_of(module)
         yield name, Needs(head_dim, value_dim or head_dim, _dtype(module), device, frozenset(_features(module)))
 
 
@@ -136,15 +148,15 @@ def _dtype(module: Any) -> str:
 
 def _features(module: Any) -> Iterator[str]:
     config = getattr(module, "config", None)
-    types, index = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
+    types, index = LAYER_TYPES.attribute_of(config) or (), LAYER_INDEX.attribute_of(module)
     kind = types[index] if isinstance(index, int) and index < len(types) else ""
-    if getattr(module, "sliding_window", None):
+    if WINDOW.attribute_of(module):
         yield "window"
-    if getattr(module, "attn_logit_softcapping", None):
+    if SOFTCAPPING.attribute_of(module):
         yield "softcap"
-    if getattr(module, "sinks", None) is not None:
+    if LAYER_SINKS.attribute_of(module) is not None:
         yield "sinks"
-    if (getattr(module, "num_key_value_groups", None) or 1) > 1:
+    if (GROUPS.attribute_of(module) or 1) > 1:
         yield "gqa"
     if kind == "chunked_attention" or hasattr(module, "has_relative_attention_bias"):
         yield "masks"

@@ -13,6 +13,7 @@ from traceback import walk_tb
 from typing import Any, NamedTuple, TypeVar
 
 from ..attention.defaults import registered_attention
+from ..attention.roles import IMPLEMENTATION
 from ..environment import Environment
 from ..errors import AttentionRefusedError, KernelUnavailableError, UnsupportedFeatureError
 from ..patching.installation import Installation
@@ -222,11 +223,11 @@ def _raised_by_config(error: Exception, name: str) -> bool:
         values = [frame.f_locals.get(parameter) for parameter in code.co_varnames[: code.co_argcount]]
         if code.co_name == "__setattr__" and len(values) == 3:
             config, attribute, value = values
-        elif code.co_name == _SETTING and len(values) == 2:
-            (config, value), attribute = values, _SETTING
+        elif code.co_name in IMPLEMENTATION.spellings and len(values) == 2:
+            (config, value), attribute = values, code.co_name
         else:
             continue
-        if base and isinstance(config, base) and str(attribute).startswith(_SETTING) and value == name:
+        if base and isinstance(config, base) and str(attribute).startswith(IMPLEMENTATION.spellings) and value == name:
             return True
     return False
 
@@ -256,7 +257,6 @@ class _Loading:
 
 _loading: ContextVar[_Loading | None] = ContextVar("_loading", default=None)
 
-_SETTING = "_attn_implementation"
 _CHECK = "_check_and_adjust_attn_implementation"
 
 

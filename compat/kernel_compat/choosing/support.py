@@ -10,6 +10,20 @@ from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
+from ..attention.roles import (
+    ALIBI,
+    CAUSALITY,
+    CHUNK,
+    IMPLEMENTATION,
+    LAYER_SINKS,
+    LAYER_TYPES,
+    LONGEST,
+    SOFTCAPPING,
+    SUPPORTS_SDPA,
+    USES_WINDOW,
+    WINDOW,
+)
+
 __all__ = ["beyond_causal_attention", "has_no_attention", "implementations", "is_encoder", "needs", "slides"]
 
 #: Parameters of modules that mix tokens: a mask, or a cache of earlier tokens.
@@ -43,9 +57,9 @@ def beyond_causal_attention(model: Any) -> list[str]:
 
 def slides(config: Any) -> bool:
     """Whether a config has layers with a sliding window."""
-    if not getattr(config, "sliding_window", None) or not getattr(config, "use_sliding_window", True):
+    if not WINDOW.attribute_of(config) or USES_WINDOW.attribute_of(config) is False:
         return False
-    layers = getattr(config, "layer_types", None)
+    layers = LAYER_TYPES.attribute_of(config)
     return layers is None or any("sliding" in layer for layer in layers)
 
 
@@ -79,11 +93,11 @@ def needs(model: Any) -> list[tuple[str, str]]:
     for module in _modules(model):
         name = _implementation(module) or _implementation(model) or ""
         config = getattr(module, "config", None)
-        if getattr(module, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None):
+        if SOFTCAPPING.attribute_of(module) or SOFTCAPPING.attribute_of(config):
             found.add((name, "softcap"))
-        if getattr(module, "sinks", None) is not None:
+        if LAYER_SINKS.attribute_of(module) is not None:
             found.add((name, "sinks"))
-        if getattr(module, "sliding_window", None) or slides(config):
+        if WINDOW.attribute_of(module) or slides(config):
             found.add((name, "window"))
     return sorted(found)
 
@@ -93,7 +107,7 @@ def _modules(model: Any) -> Iterable[Any]:
 
 
 def _implementation(module: object) -> str | None:
-    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    name = IMPLEMENTATION.attribute_of(getattr(module, "config", None))
     return name if isinstance(name, str) else None
 
 
@@ -101,28 +115,26 @@ def _reasons(module: Any, model: Any) -> Iterator[str]:
     from torch import nn
 
     config = getattr(module, "config", None)
-    longest = getattr(config or getattr(model, "config", None), "max_position_embeddings", None)
+    longest = LONGEST.attribute_of(config or getattr(model, "config", None))
 
     def cuts(size: Any) -> bool:
         return isinstance(size, int) and size > 0 and not (isinstance(longest, int) and size >= longest)
 
-    types = getattr(config, "layer_types", None) or ()
-    if cuts(window := getattr(module, "sliding_window", None)) or (
-        slides(config) and cuts(window := getattr(config, "sliding_window", None))
-    ):
+    types = LAYER_TYPES.attribute_of(config) or ()
+    if cuts(window := WINDOW.attribute_of(module)) or (slides(config) and cuts(window := WINDOW.attribute_of(config))):
         yield f"has a sliding window of {window}"
-    if not types and cuts(chunk := getattr(config, "attention_chunk_size", None)):
+    if not types and cuts(chunk := CHUNK.attribute_of(config)):
         yield f"has chunks of {chunk}"
     if odd := sorted(set(types) - _LAYER_TYPES):
         yield f"has layers of type {', '.join(odd)}"
-    if getattr(config, "alibi", False):
+    if ALIBI.attribute_of(config):
         yield "has ALiBi in its mask"
     if _is_model(module):
         code = _code_names(module.__class__)
         if code & _PATTERNS or "token_type_ids" in _parameters(getattr(type(module), "_update_causal_mask", None)):
             yield "has a mask pattern of its own"
     elif _attends(module):
-        if getattr(module, "is_causal", None) is not True:
+        if CAUSALITY.attribute_of(module) is not True:
             yield "is attention that isn't known to be causal"
     elif _mixes(module) and not any(_mixes(part) for part in module.modules() if part is not module):
         yield "mixes tokens by other means than scaled_dot_product_attention"
@@ -147,7 +159,7 @@ def _encoders(model: Any, named: list[tuple[str, Any]]) -> set[int]:
 
 def _is_model(module: Any) -> bool:
     """Whether a module is a model of transformers, or a part of one that is a model by itself."""
-    return hasattr(module, "_supports_sdpa")
+    return SUPPORTS_SDPA.is_attribute_of(module)
 
 
 def _mixes(module: Any) -> bool:

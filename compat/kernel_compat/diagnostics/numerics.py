@@ -15,7 +15,14 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from ..attention.defaults import Report, installed, registered_attention, status
-from ..attention.roles import LENGTHS, POSITIONS, SINKS, Role
+from ..attention.roles import (
+    LENGTHS,
+    POSITIONS,
+    SINKS,
+    SOFTCAP,
+    WINDOW,
+    Role,
+)
 from ..choosing.capabilities import kernel_of
 from ..choosing.torch_backend import use_torch_flash_backend
 from ..environment import Environment
@@ -327,9 +334,9 @@ class _Subject:
             by_role = dict(zip(LENGTHS, (offsets, offsets, longest, longest), strict=True))
         options = {role.named(): value for role, value in by_role.items()}
         if case.window is not None:
-            options["sliding_window"] = case.window
+            options[WINDOW.named()] = case.window
         if case.softcap is not None:
-            options["softcap"] = case.softcap
+            options[SOFTCAP.named()] = case.softcap
         return mask, options
 
 

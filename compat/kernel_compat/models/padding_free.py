@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from ..attention.defaults import resolve, unproven
+from ..attention.roles import ENCODER_DECODER, IMPLEMENTATION
 from ..errors import UnsupportedFeatureError
 from ..patching.handle import Handle
 from ..patching.swap import ABSENT, swap
@@ -75,7 +76,7 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
             raise ValueError(
                 f"this {type(root).__name__} is padding-free with tokens={request.tokens}: undo that first"
             )
-        name = getattr(root.config.get_text_config(), "_attn_implementation", None)
+        name = IMPLEMENTATION.attribute_of(root.config.get_text_config())
         entry = resolve(name)
         if entry is None:
             raise ValueError(
@@ -85,7 +86,7 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
         if entry.forward is not None or entry.is_spread():
             what = "spreads sequences over ranks" if entry.is_spread() else "has a forward of its own"
             raise ValueError(f"{name!r} {what}: nothing says that it computes packed sequences")
-        if getattr(root.config, "is_encoder_decoder", False):
+        if ENCODER_DECODER.attribute_of(root.config):
             raise UnsupportedFeatureError("padding_free", type(root).__name__, "It has an encoder and a decoder.")
         require_padding_free(root, entry.name, unproven())
     with _lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
 import inspect
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class Seam:
             problem = "nothing of that name"
             owner, original = self.find()
             if original is not ABSENT:
-                problem = self.problem_of(getattr(owner, self.name), owner)
+                problem = self.problem_of(getattr(owner, self.name, original), owner)
         except Exception as error:  # a broken install raises any error; transformers imports its parts on first access
             problem, cause = f"{problem} ({type(error).__name__}: {error})", error
         if problem:
@@ -125,6 +126,8 @@ class Seam:
 class Read(Seam):
     """An attribute that the library reads, or whose arguments it takes, without replacing it.
 
+    One of a class may be an attribute that its instances get as they are made.
+
     Attributes:
         roles: for each value, the names that releases have for it. One of them must be among the parameters.
         known: all other parameters that it may have. One that isn't among them is a failure: nothing says what it means. None
@@ -135,6 +138,16 @@ class Read(Seam):
     known: frozenset[str] | None = None
 
     replaced: ClassVar[bool] = False
+
+    def find(self) -> tuple[Any, Any]:
+        """The owner of the attribute, and its value; the function that sets it where a class has none of its own."""
+        try:
+            return super().find()
+        except AttributeError:
+            owner, setter = _setter_of(self)
+            if setter is None:
+                raise
+            return owner, setter
 
     @property
     def expected(self) -> str:
@@ -157,6 +170,21 @@ class Read(Seam):
         known = self.known
         new = [] if known is None else sorted(names - known - {name for spellings in self.roles for name in spellings})
         return f"a parameter {new[0]}, which is unknown" if new else None
+
+
+def _setter_of(read: Read) -> tuple[Any, Any]:
+    """The class whose instances get an attribute as they are made, and the function that sets it; None if no function does."""
+    owner: Any = importlib.import_module(read.module)
+    for part in read.attribute.split(".")[:-1]:
+        owner = getattr(owner, part)
+    for ancestor in getattr(owner, "__mro__", ()):
+        for made_by in ("__init__", "__post_init__"):
+            function = inspect.unwrap(vars(ancestor).get(made_by))
+            if inspect.isfunction(function) and any(
+                step.opname == "STORE_ATTR" and step.argval == read.name for step in dis.get_instructions(function)
+            ):
+                return owner, function
+    return owner, None
 
 
 def _package(function: Any) -> str | None:

@@ -16,6 +16,10 @@ from torch import Tensor
 from ..attention import roles
 from ..attention.roles import (
     CACHE,
+    CACHE_POSITIONS,
+    DECODER_MASK,
+    DECODER_TOKENS,
+    LABELS,
     LAYER_CACHE,
     MASK,
     POSITIONS,
@@ -320,8 +324,8 @@ def _continued(
                 if POSITIONS.spelled(subject.names):
                     given[POSITIONS] = _positions_under(mask[:, :end])[:, begin:end]
             inputs |= subject.spell(given)
-            if cache is not None and "cache_position" in subject.names:
-                inputs["cache_position"] = torch.arange(begin, end)
+            if cache is not None and CACHE_POSITIONS.spelled(subject.names):
+                inputs |= subject.spell({CACHE_POSITIONS: torch.arange(begin, end)})
             output = forward(model, inputs)
             past = cache_returned(output)
             if past is None:
@@ -380,7 +384,7 @@ def _generated(subject: Subject, **options: Any) -> Iterator[Comparison]:
     """The logits of greedy generation after a padded prompt."""
     _need(subject.is_causal or subject.is_encoder_decoder, "it is no causal decoder")
     _need(subject.eager.can_generate() and hasattr(subject.eager, "generate"), "it can't generate")
-    inputs = {name: value for name, value in subject.inputs.items() if name != "decoder_input_ids"}
+    inputs = {name: value for name, value in subject.inputs.items() if name not in DECODER_TOKENS.spellings}
     if subject.takes(MASK) and subject.has_tokens:
         inputs |= subject.spell({MASK: padding("left", *subject.shape)})
     greedy = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -576,17 +580,17 @@ def _targets(subject: Subject, mask: Tensor) -> dict[str, Tensor]:
     if "start_positions" in subject.names:
         rows = torch.arange(len(mask))
         return {"start_positions": rows % 2, "end_positions": rows % 2 + 1}
-    if "labels" not in subject.names:
+    if not LABELS.spelled(subject.names):
         return {}
     generator = torch.Generator().manual_seed(0)
     if not subject.has_sequence:
-        return {"labels": torch.zeros(len(mask), dtype=torch.long)}
+        return subject.spell({LABELS: torch.zeros(len(mask), dtype=torch.long)})
     count = forward(subject.eager, subject.inputs).logits.shape[-1]
     labels = torch.randint(0, count, mask.shape, generator=generator)
     after = head_of(subject.model_class).predicts_next & (
         mask.cumprod(1).sum(1, keepdim=True) == torch.arange(mask.shape[1])
     )
-    return {"labels": labels.where(mask.bool() | after, _IGNORED)}
+    return subject.spell({LABELS: labels.where(mask.bool() | after, _IGNORED)})
 
 
 def _loss_and_gradients(inputs: dict[str, Any]) -> Callable[[Any], Tensor]:
@@ -607,16 +611,16 @@ def _cross_attention(subject: Subject) -> Iterator[Comparison]:
     inputs = _given(subject)
     if subject.takes(MASK) and subject.has_tokens:
         inputs |= subject.spell({MASK: padding("right", *subject.shape)})
-    ids = inputs["decoder_input_ids"]
-    shorter = {**inputs, "decoder_input_ids": ids[:, :9]}
-    masked = subject.takes("decoder_attention_mask")
+    ids = DECODER_TOKENS.of(inputs)
+    shorter = {**inputs, **subject.spell({DECODER_TOKENS: ids[:, :9]})}
+    masked = subject.takes(DECODER_MASK)
     if masked:
         mask = padding("right", len(ids))
-        yield Comparison(_kept({**inputs, "decoder_attention_mask": mask}, mask))
+        yield Comparison(_kept({**inputs, **subject.spell({DECODER_MASK: mask})}, mask))
     yield Comparison(_run(shorter))
     if masked:
         mask = padding("left", len(ids))[:, 2:11]
-        yield Comparison(_kept({**shorter, "decoder_attention_mask": mask}, mask))
+        yield Comparison(_kept({**shorter, **subject.spell({DECODER_MASK: mask})}, mask))
 
 
 # Images.

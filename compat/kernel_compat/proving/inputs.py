@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.roles import CACHE, EMBEDDINGS, TOKENS
+from ..attention.roles import (
+    CACHE,
+    DECODER_TOKENS,
+    EMBEDDINGS,
+    ENCODER_DECODER,
+    TOKENS,
+)
 
 __all__ = [
     "BATCH",
@@ -103,7 +109,7 @@ def vocabulary_of(config: Any) -> int:
 def has_decoder(config: Any) -> bool:
     """Whether a config is an encoder-decoder's; if it doesn't say, whether the model takes anything but text."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    said = [getattr(one, "is_encoder_decoder", None) for one in (config, text)]
+    said = [ENCODER_DECODER.attribute_of(one) for one in (config, text)]
     return any(said) or not hasattr(config, "vision_config")
 
 
@@ -131,7 +137,7 @@ def candidates(model: Any) -> Iterator[dict[str, Any]]:
     named = {p.name: p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     needed = [name for name, p in named.items() if p.default is p.empty]
     needed += [name for name in TOKENS.spellings if name in named]
-    needed += [name for name in ("decoder_input_ids",) if name in named and has_decoder(model.config)]
+    needed += [name for name in DECODER_TOKENS.spellings if name in named and has_decoder(model.config)]
     for optional in _OPTIONAL:
         if named.keys() >= set(optional):
             wanted = list(dict.fromkeys([*needed, *optional]))
@@ -322,7 +328,7 @@ def _normal(*shape: int | tuple[str, int]) -> Callable[[Maker, dict[str, Any]], 
 _VALUES: dict[str, Callable[[Maker, dict[str, Any]], Iterable[Any]]] = {
     **dict.fromkeys(TOKENS.spellings, _ids),
     "qformer_input_ids": _ids,
-    "decoder_input_ids": _decoder_ids,
+    **dict.fromkeys(DECODER_TOKENS.spellings, _decoder_ids),
     **dict.fromkeys((*EMBEDDINGS.spellings, "noise_embeds"), _normal(BATCH, LENGTH, ("hidden_size", 64))),
     "context_hidden_states": _context,
     **dict.fromkeys(CACHE.spellings, _draft_cache),

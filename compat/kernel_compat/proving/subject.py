@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.roles import MASK, POSITIONS, TOKENS, USE_CACHE, Role
+from ..attention.roles import (
+    DECODER_TOKENS,
+    MASK,
+    POSITIONS,
+    TOKENS,
+    USE_CACHE,
+    Role,
+)
 from ..errors import KernelCompatError
 from ..kernels import Functions, Kernel
 from ..versions import within
@@ -260,7 +267,7 @@ class Subject:
     @cached_property
     def is_encoder_decoder(self) -> bool:
         """Whether the model takes token ids for a decoder of its own."""
-        return "decoder_input_ids" in self.inputs
+        return DECODER_TOKENS.spelled(self.inputs) is not None
 
     @cached_property
     def has_sequence(self) -> bool:

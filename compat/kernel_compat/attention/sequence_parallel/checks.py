@@ -13,7 +13,14 @@ from torch import Tensor
 from ...errors import UnsupportedFeatureError
 from ...kernels.memo import fixed_shapes, memoised
 from ..call import check_heads, unsupported_argument
-from ..roles import KEY_OFFSETS, POSITIONS, QUERY_OFFSETS, SINKS
+from ..roles import (
+    BIAS,
+    CAUSALITY,
+    KEY_OFFSETS,
+    POSITIONS,
+    QUERY_OFFSETS,
+    SINKS,
+)
 from ..tensors import require
 from .all_to_all import all_to_all
 
@@ -97,8 +104,8 @@ def check_call(
                 _require_end(offsets, own)
     positions, sinks = POSITIONS.of(kwargs), SINKS.of(kwargs)
     if positions is not None and positions.shape[-1] != own.tokens:
-        causal = kwargs.get("is_causal")
-        causal = bool(getattr(module, "is_causal", True)) if causal is None else causal
+        causal = CAUSALITY.of(kwargs)
+        causal = CAUSALITY.attribute_of(module) is not False if causal is None else causal
         _require_positions(positions, beginnings, causal, own)
         kwargs = {name: value for name, value in kwargs.items() if name not in POSITIONS.spellings}
     if sinks is not None:
@@ -114,7 +121,7 @@ def _require_spreadable(tensors: tuple[Tensor, Tensor, Tensor], kwargs: dict[str
     paging = next((name for name in ("cache", "read_index") if kwargs.get(name) is not None), None)
     if argument := paging or unsupported_argument(kwargs):
         raise _unsupported(f"the argument {argument}", skip)
-    if kwargs.get("position_bias") is not None:
+    if BIAS.of(kwargs) is not None:
         raise _unsupported("a bias of the scores (position_bias)", skip)
     (batch, heads, length), (kv_heads, kv_length) = query.shape[:3], key.shape[1:3]
     if kv_length != length:

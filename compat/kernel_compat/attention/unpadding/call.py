@@ -17,7 +17,13 @@ from ...patching.wrapping import functions_beneath
 from ..boundaries import Sequences, find_packing, restarts_of
 from ..defaults import resolve
 from ..forward_context import ForwardContext, arguments_by_name, current_context, parameter_names
-from ..roles import USE_CACHE
+from ..roles import (
+    ENCODER_DECODER,
+    IMPLEMENTATION,
+    LABELS,
+    TARGETS,
+    USE_CACHE,
+)
 from ..tensors import constant, offsets_of, require
 from .batch import Unpadding
 from .layers import structure_of
@@ -97,10 +103,10 @@ def _unpadding(
         context.lengths
         or context.has_4d_mask
         or context.has_encoder_states
-        or getattr(model.config, "is_encoder_decoder", False)
+        or ENCODER_DECODER.attribute_of(model.config)
     ):
         return None, {}
-    entry = resolve(getattr(model.config.get_text_config(), "_attn_implementation", None))
+    entry = resolve(IMPLEMENTATION.attribute_of(model.config.get_text_config()))
     if entry is None or entry.forward is not None or entry.is_spread():
         return None, {}
     if context.cache is not None and _tokens_in(context.cache):
@@ -132,7 +138,7 @@ def _targets(model: Any, arguments: dict[str, Any], mask: Tensor, order: Tensor)
 
     The target of a token is the label after it in its row, also where that is padding; labels after padding are no target.
     """
-    labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
+    labels, shifted = LABELS.of(arguments), TARGETS.of(arguments)
     ignored = arguments.get("ignore_index", -100)
 
     def in_order(x: Tensor) -> Tensor:
@@ -141,11 +147,11 @@ def _targets(model: Any, arguments: dict[str, Any], mask: Tensor, order: Tensor)
 
     found: dict[str, Tensor] = {}
     if isinstance(shifted, Tensor):
-        found["shift_labels"] = in_order(shifted)
+        found[TARGETS.named(arguments)] = in_order(shifted)
     elif isinstance(labels, Tensor) and head_of(type(model)).predicts_next:
-        found["shift_labels"] = in_order(nn.functional.pad(labels[:, 1:], (0, 1), value=ignored))
+        found[TARGETS.named(arguments)] = in_order(nn.functional.pad(labels[:, 1:], (0, 1), value=ignored))
     if isinstance(labels, Tensor):
-        found["labels"] = in_order(labels)
+        found[LABELS.named(arguments)] = in_order(labels)
     return found
 
 
@@ -262,7 +268,7 @@ def _packs_head(model: Any, context: ForwardContext, arguments: dict[str, Any]) 
         return False
     if _is_replaced(model):
         return False
-    labels = [arguments[name] for name in ("labels", "shift_labels") if arguments.get(name) is not None]
+    labels = [x for role in (LABELS, TARGETS) if (x := role.of(arguments)) is not None]
     if any(not isinstance(x, Tensor) or x.shape != (context.batch, context.length) for x in labels):
         return False  # the loss refuses them
     return not labels or head.takes_targets

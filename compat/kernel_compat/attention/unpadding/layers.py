@@ -11,6 +11,7 @@ from torch import nn
 
 from ..forward_context import current_context
 from ..mixers import is_mixer
+from ..roles import LAYER_INDEX
 from ..tensors import constant
 from .batch import Unpadding
 
@@ -81,7 +82,7 @@ def _remove(module: nn.Module) -> None:
 def _attends(layer: nn.Module) -> bool:
     """Whether a module has attention in it: by the class's name, or by the number of a layer that it has for a cache."""
     parts = (part for part in layer.modules() if part is not layer)
-    return any("Attention" in type(part).__name__ or hasattr(part, "layer_idx") for part in parts)
+    return any("Attention" in type(part).__name__ or LAYER_INDEX.is_attribute_of(part) for part in parts)
 
 
 def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

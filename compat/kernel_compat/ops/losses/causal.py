@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...attention.roles import TOKENS
+from ...attention.roles import LABELS, TOKENS
 from ...choosing.capabilities import has_own_forward, is_over_ranks
 from ...errors import UnsupportedFeatureError
 from ..instances import replaced
@@ -180,7 +180,7 @@ def find(model: nn.Module) -> tuple[str, Any] | None:
     """The path and module of the outermost part of a model that computes a loss from labels; None if no part does."""
     for path, module in model.named_modules():
         loss = inspect.getattr_static(type(module), "loss_function", None)
-        if isinstance(loss, property) and "labels" in inspect.signature(type(module).forward).parameters:
+        if isinstance(loss, property) and LABELS.spelled(inspect.signature(type(module).forward).parameters):
             return path, module
     return None
 
@@ -351,11 +351,12 @@ def model_forward(found: CausalLoss, name: str, inner: Callable[..., Any]) -> Ca
         name: the config's value for the kernel.
         inner: the model's forward so far, called with the model first.
     """
-    position = [*inspect.signature(type(found.model).forward).parameters].index("labels") - 1
+    parameters = [*inspect.signature(type(found.model).forward).parameters]
+    position = parameters.index(LABELS.named(parameters)) - 1
 
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        labels = args[position] if len(args) > position else kwargs.get("labels")
+        labels = args[position] if len(args) > position else LABELS.of(kwargs)
         if labels is None or not torch.is_grad_enabled():
             return inner(self, *args, **kwargs)
         head = getattr(self, HEAD)[0]
