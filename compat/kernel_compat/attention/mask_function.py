@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from types import CellType, CodeType, FunctionType
@@ -22,9 +23,11 @@ from .roles import (
     POSITIONS,
     WINDOW,
 )
-from .tensors import as_int, require_readable, same_storage
+from .tensors import as_int, constant, require_readable, same_storage
 
 __all__ = ["MaskPattern", "attention_mask_function", "mask_pattern", "plain_mask_function", "query_length"]
+
+_MASKS = "transformers.masking_utils"
 
 
 class MaskPattern(NamedTuple):
@@ -227,7 +230,7 @@ def _parts(function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
     if trial is None or closure.keys() != trial.closure.keys():
         return None
     if not _acts_as_named(function, trial):
-        if function.__module__ != "transformers.masking_utils":
+        if function.__module__ != _MASKS:
             return None
         raise UnsupportedFeatureError(
             f"{name.partition('.')[0]} of this transformers",
@@ -246,6 +249,18 @@ def _parts(function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
                 return None
             parts |= inner
     return parts
+
+
+@constant
+def _are_known(of: type) -> bool:
+    """Whether transformers' own mask functions show what their names say. Under torch.compile only names are seen."""
+    masks = importlib.import_module(_MASKS)
+    makers = ("sliding_window_causal_mask_function", "sliding_window_bidirectional_mask_function")
+    windows = [maker(2) for name in makers if (maker := getattr(masks, name, None)) is not None]
+    try:
+        return all(_parts(function) is not None for function in (masks.causal_mask_function, *windows))
+    except UnsupportedFeatureError:
+        return False
 
 
 def _acts_as_named(function: FunctionType, trial: _Trial) -> bool:
@@ -278,6 +293,8 @@ def _separates(function: Callable[..., Any]) -> bool:
 
 def _pattern_in_graph(function: Callable[..., Any], arguments: dict[str, Any]) -> MaskPattern | None:
     """`mask_pattern` under torch.compile, which hides closures: by the arguments that upstream passes with the function."""
+    if not _are_known(MaskPattern):
+        return None
     name = function.__name__
     if name in ("causal_mask_function", "bidirectional_mask_function"):
         return MaskPattern(name == "causal_mask_function")
