@@ -233,7 +233,7 @@ def test_a_layer_that_sets_another_attribute(
     layer = getattr(modeling, kind)
     source = inspect.getsource(modeling).replace(f"self.{attribute} = ", f"self.renamed_{attribute} = ")
     edited: dict[str, Any] = {**vars(modeling)}
-    exec(compile(source, modeling.__file__, "exec", dont_inherit=True), edited)
+    exec(compile(source, inspect.getfile(layer), "exec", dont_inherit=True), edited)
     made = vars(edited[kind])["__init__"]
     cell = [c for c in made.__closure__ if c.cell_contents is edited[kind]]
     cell[0].cell_contents = layer  # of its super()

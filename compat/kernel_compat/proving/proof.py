@@ -189,7 +189,7 @@ def _prove(
         verdict: Verdict = "refused" if is_refusal(cause) else "crashed"
         return [Outcome(label, "load", verdict, reason=describe(cause))]
     before = counted.calls if counted is not None else 0
-    outcomes = [_outcome(subject, case) for case in cases or CASES]
+    outcomes = [_outcome(subject, case, counted) for case in cases or CASES]
     note = ""
     if counted is not None and counted.calls == before:
         note = "its forward never calls the kernel"
@@ -208,7 +208,7 @@ def _by_sdpa(subject: Subject, wrong: Outcome) -> Outcome:
     for booleans, from 5.5 to 5.19.
     """
     try:
-        outcome = _outcome(subject.against("sdpa"), wrong.case)
+        outcome = _worst(subject.against("sdpa"), wrong.case)
     except Exception:  # it has no sdpa
         return wrong
     if outcome.verdict != "equal":
@@ -259,7 +259,19 @@ def _has_sections(model_class: type[Any], config: Any) -> bool:
     return False
 
 
-def _outcome(subject: Subject, case: str) -> Outcome:
+def _outcome(subject: Subject, case: str, counted: CountedKernel | None) -> Outcome:
+    """The worst outcome of a case's comparisons. One that is refused must not be wrong under a kernel with masks of any kind."""
+    outcome = _worst(subject, case)
+    if outcome.verdict != "refused" or counted is None:
+        return outcome
+    with counted.with_masks():
+        masked = _worst(subject, case)
+    if masked.verdict in ("wrong", "crashed"):
+        return replace(masked, reason=f"by a kernel with masks of any kind: {masked.reason}".removesuffix(": "))
+    return outcome
+
+
+def _worst(subject: Subject, case: str) -> Outcome:
     """The worst outcome of a case's comparisons."""
     result = partial(Outcome, subject.model_class.__name__, case)
     outcomes: list[Outcome] = []

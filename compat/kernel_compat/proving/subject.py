@@ -77,6 +77,8 @@ class RefusedToLoadError(Exception):
 class CountedKernel:
     """A copy of a kernel that counts its calls and can be silenced, to find models that never call it or ignore its output.
 
+    It computes no masks of any kind but within `with_masks`: what is proven without them holds for every kernel.
+
     Attributes:
         kernel: the copy; it computes the same as the original.
         calls: number of calls of its functions.
@@ -88,9 +90,22 @@ class CountedKernel:
         self.silent = False
         functions = original.load()
         self.kernel = Kernel(original.name, original.providers)
-        # Without masks of any kind: what is proven holds for every kernel.
-        counted = (None if function is None else self._count(function) for function in functions[:3])
-        self.kernel.preload(original.features, Functions(*counted))  # type: ignore[arg-type]
+        self._features = original.features
+        counted = (None if function is None else self._count(function) for function in functions)
+        self._functions = Functions(*counted)  # type: ignore[arg-type]
+        self._load(self._functions._replace(masked_attention=None))
+
+    @contextmanager
+    def with_masks(self) -> Iterator[None]:
+        """Compute masks of any kind as well, within the block."""
+        self._load(self._functions)
+        try:
+            yield
+        finally:
+            self._load(self._functions._replace(masked_attention=None))
+
+    def _load(self, functions: Functions) -> None:
+        self.kernel.preload(self._features, functions)
 
     def _count(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
