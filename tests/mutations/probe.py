@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 
 NAME = "flash_attention_reference"
@@ -150,6 +151,16 @@ def _padded(side: str) -> Result:
     return run
 
 
+def _compiled(run: Result) -> Result:
+    """The same with the model's calls compiled: Dynamo hides from the library what it looks at."""
+
+    def compiled(copy: Copy, model: Any) -> Tensor:
+        torch.compiler.reset()
+        return run(copy, torch.compile(model, backend="eager", dynamic=False))
+
+    return compiled
+
+
 def _has_positions(model: Any) -> bool:
     return type(model).__name__ not in ("BertForMaskedLM",)
 
@@ -160,6 +171,18 @@ def _rows(side: str) -> Result:
     def run(copy: Copy, model: Any) -> Tensor:
         mask = _mask(side).bool()
         return torch.cat([copy.run(model, _ids()[i : i + 1, mask[i]], use_cache=False).logits[0] for i in range(3)])
+
+    return run
+
+
+def _first(length: int) -> Result:
+    """The rows of `_rows`, up to this column of the batch."""
+
+    def run(copy: Copy, model: Any) -> Tensor:
+        mask = _mask("left")[:, :length].bool()
+        return torch.cat(
+            [copy.run(model, _ids()[i : i + 1, :length][:, mask[i]], use_cache=False).logits[0] for i in range(3)]
+        )
 
     return run
 
@@ -196,7 +219,7 @@ def _refused(copy: Copy, model: Any) -> Tensor:
 def _cached(steps: tuple[int, ...], static: bool = False, padded: bool = False) -> Result:
     def run(copy: Copy, model: Any) -> Tensor:
         cache, begin, parts = (_static(copy, model) if static else None), 0, []
-        mask = _mask("left")
+        mask = _mask("left")[:, : sum(steps)]
         for step in steps:
             end = begin + step
             given: dict[str, Any] = {"use_cache": True}
@@ -268,9 +291,15 @@ _DECODER: dict[str, tuple[Result, Result]] = {
     "generated": (_generated, _generated),
     "gradients": (_gradients, _gradients),
 }
+_COMPILED = {
+    "compiled_padded": (_compiled(_padded("left")), _rows("left")),
+    "compiled_lengths": (_compiled(_packed(True)), _apart),
+    "compiled_static": (_compiled(_cached((9, 1, 1), static=True, padded=True)), _first(11)),
+}
 _SOME = ("plain", "padded_left", "padded_right", "packed", "cached", "generated", "gradients")
 SCENARIOS: dict[str, dict[str, tuple[Result, Result]]] = {
-    **dict.fromkeys(("llama", "mistral", "gemma2", "gpt2"), _DECODER),
+    **dict.fromkeys(("llama", "gemma2", "gpt2"), _DECODER),
+    "mistral": {**_DECODER, **_COMPILED},
     "falcon_h1": {name: _DECODER[name] for name in _SOME},
     "bert": {
         name: _DECODER[name] for name in ("padded_right", "gradients")

@@ -232,11 +232,7 @@ def _parts(function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
     if not _acts_as_named(function, trial):
         if function.__module__ != _MASKS:
             return None
-        raise UnsupportedFeatureError(
-            f"{name.partition('.')[0]} of this transformers",
-            "this version of kernel-compat",
-            "It shows other keys than its name says. Upgrade kernel-compat, or use attn_implementation='eager'.",
-        )
+        raise _misleading(name.partition(".")[0])
     if not trial.composed:
         return {name: closure}
     parts: dict[str, dict[str, Any]] = {}
@@ -251,16 +247,25 @@ def _parts(function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
     return parts
 
 
+def _misleading(function: str) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(
+        f"{function} of this transformers",
+        "this version of kernel-compat",
+        "It shows other keys than its name says. Upgrade kernel-compat, or use attn_implementation='eager'.",
+    )
+
+
 @constant
-def _are_known(of: type) -> bool:
-    """Whether transformers' own mask functions show what their names say. Under torch.compile only names are seen."""
+def _unknown(of: type) -> str:
+    """The first of transformers' own mask functions that isn't known to show what its name says. Under torch.compile only names are seen."""
     masks = importlib.import_module(_MASKS)
-    makers = ("sliding_window_causal_mask_function", "sliding_window_bidirectional_mask_function")
-    windows = [maker(2) for name in makers if (maker := getattr(masks, name, None)) is not None]
-    try:
-        return all(_parts(function) is not None for function in (masks.causal_mask_function, *windows))
-    except UnsupportedFeatureError:
-        return False
+    for name in ("sliding_window_causal_mask_function", "sliding_window_bidirectional_mask_function"):
+        try:
+            if (maker := getattr(masks, name, None)) is not None and _parts(maker(2)) is None:
+                return name
+        except UnsupportedFeatureError:
+            return name
+    return ""
 
 
 def _acts_as_named(function: FunctionType, trial: _Trial) -> bool:
@@ -293,8 +298,8 @@ def _separates(function: Callable[..., Any]) -> bool:
 
 def _pattern_in_graph(function: Callable[..., Any], arguments: dict[str, Any]) -> MaskPattern | None:
     """`mask_pattern` under torch.compile, which hides closures: by the arguments that upstream passes with the function."""
-    if not _are_known(MaskPattern):
-        return None
+    if unknown := _unknown(MaskPattern):
+        raise _misleading(unknown)
     name = function.__name__
     if name in ("causal_mask_function", "bidirectional_mask_function"):
         return MaskPattern(name == "causal_mask_function")
@@ -302,8 +307,8 @@ def _pattern_in_graph(function: Callable[..., Any], arguments: dict[str, Any]) -
     size = arguments.get("local_size")
     chunk = CHUNK.attribute_of(arguments.get("config"))
     # Before 5.0 it comes with a mask: without one upstream looks for packed sequences.
-    unknown = MASK.of(arguments) is not None and "local_size" not in arguments
-    if name != "and_mask" or arguments.get("use_vmap", unknown) or (chunk is not None and size in (None, chunk)):
+    own = MASK.of(arguments) is not None and "local_size" not in arguments
+    if name != "and_mask" or arguments.get("use_vmap", own) or (chunk is not None and size in (None, chunk)):
         return None
     causal = "allow_is_bidirectional_skip" not in arguments
     if size is None:
