@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.kernels import Functions, Kernel, known_kernels
 from kernel_compat.proving import QUICK, Proof, cases, proof, prove_config, prove_type, sweep, table
 from kernel_compat.proving.architectures import model_types
+from kernel_compat.proving.subject import CountedKernel
 
 NAME = "broken_flash"
 
@@ -140,6 +142,22 @@ def test_a_kernel_whose_gradients_alone_are_wrong_is_wrong(broken: Any) -> None:
     name = broken(lambda call, kwargs: Halved.apply(call()))
     found = verdicts(prove_type("llama", ["plain", "gradients"], attn_implementation=name))
     assert found == {"plain": "equal", "gradients": "wrong"}
+
+
+def test_what_only_masks_of_any_kind_compute_is_proven_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window over padding between tokens is refused by every other kernel."""
+    assert verdicts(prove_type("mistral", ["padded_holes"])) == {"padded_holes": "refused"}
+    count = CountedKernel._count
+
+    def off_with_masks(self: CountedKernel, function: Any) -> Any:
+        counted = count(self, function)
+        return (
+            counted if "visible" not in inspect.signature(function).parameters else lambda *a, **k: counted(*a, **k) / 2
+        )
+
+    monkeypatch.setattr(CountedKernel, "_count", off_with_masks)
+    (found,) = prove_type("mistral", ["padded_holes"]).outcomes
+    assert (found.verdict, found.reason) == ("wrong", "by a kernel with masks of any kind")
 
 
 def test_crashes_differ_from_refusals(broken: Any) -> None:
