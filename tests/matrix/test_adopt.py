@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from datetime import date
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 from small import PYTHON, TAG, Small
+from stored import cells, passed
 
 from compat_adoption import edits
-from compat_adoption.steps import STEPS, Found, judge, meeting
+from compat_adoption.steps import STEPS, Found, _run, judge, meeting
 from compat_matrix.axes import OWN, load
 from compat_matrix.cells import Cell, values_of
 from compat_matrix.service import feed
@@ -243,6 +245,25 @@ def test_a_cell_that_fails_is_wrong(released: Released) -> None:
     (red,) = report["red"]
     assert red.startswith(f"{TAG}-tf5.0-torch2.11-gadget=0.18 is failed")
     assert (released.folder / "reports" / "gadget-0.18.0.md").read_text() == done.stdout
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_that_stops_half_way_counts_what_has_run(begun: bool, tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path / "tree"], check=True)
+    chosen = cells(("5.0", "5.23"), ("2.11",))
+
+    def run(log: str, *words: str) -> tuple[int, str]:
+        if begun:
+            with Store.open(str(tmp_path / "results.sqlite")) as store:
+                store.add(store.new_run(chosen, label=words[words.index("--label") + 1]), passed(chosen[0]))
+        return 2, "No space left on device"
+
+    checkout = SimpleNamespace(folder=tmp_path, tree=tmp_path / "tree", branch="adopt/gadget-0.18.0", matrix=run)
+    one: Any = SimpleNamespace(options=SimpleNamespace(store=None, jobs=None, cache=None), checkout=checkout)
+    found = Found()
+    _run(one, found, tmp_path / "axes.toml", chosen, "default", "cells")
+    assert found.counts == {"cells": {"right": 1, "lost": 1} if begun else {"lost": 2}}
+    assert found.red[0] == "the run of the cells ended with 2: No space left on device"
 
 
 @pytest.mark.parametrize("step", ["pins", "cells"])
