@@ -419,10 +419,11 @@ def find(request: dict[str, Any]) -> dict[str, Any]:
         red += said_by_install()
     except Exception as error:
         return {"red": [f"install raises {_short(error)}"], "results": {}}
-    red = [text for text in red if text not in request["usual"]]
+    if red := [text for text in red if text not in request["usual"]]:
+        return {"red": red, "results": {}}
     results = compare(Copy(request["names"]), request["expected"])
     wrong = [key for key, text in results.items() if text.startswith("wrong") and key not in request["ignored"]]
-    if wrong and not red:
+    if wrong:
         red += said_by_check()
     if wrong and not red:
         first = list(dict.fromkeys(key.split()[0] for key in wrong))
