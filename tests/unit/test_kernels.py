@@ -626,7 +626,9 @@ def test_windows_without_a_limit(which: str, unlimited: int | None) -> None:
 )
 def test_a_window_without_a_limit_to_the_right(which: str, options: dict[str, Any], kv_len: int, refused: bool) -> None:
     """Three queries and fewer keys, for a kernel that sets a right limit by itself."""
-    _, functions, calls = adapted(OPTIONS, dense=OPTIONS, handles_unbounded_right_window=False)
+    _, functions, calls = adapted(
+        OPTIONS, dense=OPTIONS, features=Features(right_limit="keys", devices=("cpu",), dtypes=("float32",))
+    )
     kv = Q[:, :kv_len]
     lengths = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 3, "max_seqlen_k": kv_len}
 

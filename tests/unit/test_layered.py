@@ -78,6 +78,19 @@ def test_the_first_that_can(feature: dict[str, Any], tensors: dict[str, Any], op
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("keys", "window", "causal"), [(1, (2, -1), False), (3, (2, -1), False), (1, (2, 0), False)])
+def test_a_window_without_a_limit_to_the_right(keys: int, window: tuple[int, int], causal: bool) -> None:
+    """FlashAttention-2 takes the number of keys for the limit, which hides keys from five queries before one key."""
+    limited, able = Member("limited", window=True, right_limit="keys"), Member("able", window=True)
+    q, kv = torch.randn(5, 2, 8), torch.randn(keys, 2, 8)
+    lengths = {"cu_seqlens_q": torch.tensor([0, 5], dtype=torch.int32), "max_seqlen_q": 5, "max_seqlen_k": keys}
+    lengths["cu_seqlens_k"] = torch.tensor([0, keys], dtype=torch.int32)
+    options: dict[str, Any] = {**lengths, "window_size": window, "causal": causal}
+    found = several(limited, able).load().flash_attn_varlen_func(q, kv, kv, **options)
+    torch.testing.assert_close(found, EXACT(q, kv, kv, **options), rtol=0, atol=0)
+    assert (limited.calls, able.calls) == ((0, 1) if window == (2, -1) else (1, 0))
+
+
 def test_gradients_that_only_the_second_has() -> None:
     first, second = Member("forward_only", backward=False), Member("both")
     kernel = several(first, second)

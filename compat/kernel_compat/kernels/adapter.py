@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
-from .catalog import FLEXIBLE, REFERENCE, instead, kernels_with
+from .catalog import FLEXIBLE, REFERENCE, instead
+from .needs import is_open
 from .primitives import Lengths, Pattern, Primitives
 from .provider import FUNCTIONS, Features, Provider, WarnOnce
 
@@ -235,9 +235,9 @@ class _Adapter:
     ) -> Any:
         inputs = (q, k_cache, v_cache)
         dims = self._check(*inputs)
-        if not self._provider.handles_unbounded_right_window:  # it takes the room for keys as their number
+        if not self._features.open_window:  # the room for keys counts as their number
             room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-            self._check_window(causal, window_size, q.shape[1], room)
+            self._check_window(causal, window_size, (q.shape[1], room))
         given = {**_DEFAULTS, "window_size": window_size, "softcap": softcap, "s_aux": s_aux}
         options = self._options(inputs, given)
         self._require_with(dims, inputs, given)
@@ -284,8 +284,8 @@ class _Adapter:
         options = self._options(inputs, given)
         self._require_with(dims, inputs, given)
         causal, scale = given["causal"], given["softmax_scale"]
-        if not self._provider.handles_unbounded_right_window:
-            self._check_window(causal, given["window_size"], *longest)
+        if not self._features.open_window:
+            self._check_window(causal, given["window_size"], longest)
         v_dim = inputs[2].shape[-1]
         if dims != (inputs[0].shape[-1], v_dim):
             inputs, scale = _padded(inputs, scale, dims)
@@ -369,16 +369,10 @@ class _Adapter:
         if lacking := features.lacking_with(dims, used):
             raise UnsupportedFeatureError(lacking[0], self._name, f"{FLEXIBLE} and {REFERENCE} have both.")
 
-    def _check_window(self, causal: bool, window_size: tuple[int, int], max_q: int, max_k: int) -> None:
-        left, right = window_size
-        limited = right is not None and right >= 0
-        if not causal and not limited and left is not None and left >= 0 and max_q > max_k + 1:
-            able = kernels_with(lambda package, _: package.handles_unbounded_right_window, Environment.detect())
-            raise UnsupportedFeatureError(
-                "a window without a limit to the right over more queries than keys",
-                self._name,
-                f"Give it a limit to the right, or use {' or '.join(able)}.",
-            )
+    def _check_window(self, causal: bool, window: tuple[int, int], longest: tuple[int, int]) -> None:
+        if is_open(causal, window, longest):
+            advice = f"Give it a limit to the right. {instead(self._name, 'open_window')}"
+            raise UnsupportedFeatureError(Features.word("open_window"), self._name, advice)
 
     def _check(self, q: Any, k: Any, v: Any) -> tuple[int, int]:
         """Check the inputs, and return the head dimensions of query and value that they must be padded to."""

@@ -62,6 +62,7 @@ _SINKS_FROM_LSE: dict[str, Any] = {"sinks": True, "sinks_from": "log-sum-exp"}
 FLASH_ATTN = _package(
     "flash-attn",
     Features(
+        right_limit="keys",
         softcap=True,
         dropout=True,
         deterministic=True,
@@ -72,7 +73,6 @@ FLASH_ATTN = _package(
     ),
     "Install it where torch is installed already: pip install --no-build-isolation flash-attn",
     minimum=("2.6", "the first with softcap"),
-    handles_unbounded_right_window=False,
     unpaged_because=lambda page_size, head_dim: (
         f"its pages are multiples of 256 tokens, not of {page_size}" if page_size % 256 else None
     ),
@@ -153,11 +153,17 @@ FLASH_ATTN_4 = _package(
 TORCH = Provider(
     "torch.nn.attention.varlen",
     "torch",
-    Features(deterministic=True, paged=True, head_dim_multiple=8, min_capability=(8, 0), **_SINKS_FROM_LSE),
+    Features(
+        right_limit="keys",
+        deterministic=True,
+        paged=True,
+        head_dim_multiple=8,
+        min_capability=(8, 0),
+        **_SINKS_FROM_LSE,
+    ),
     "Install a newer torch: pip install --upgrade 'torch>=2.10'",
     minimum=("2.10", "the first with torch.nn.attention.varlen"),
     limits=(Limit({"window": False}, before="2.11"), Limit({"paged": False}, before="2.13")),
-    handles_unbounded_right_window=False,
     bundled=True,
     refine=torch_varlen.refine,
     functions=torch_varlen.functions,

@@ -12,7 +12,7 @@ from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from .adapter import Functions
 from .catalog import REFERENCE
 from .kernel import Kernel
-from .needs import Needs, unmet
+from .needs import Needs, is_open, unmet
 from .provider import Features
 
 __all__ = ["LayeredKernel"]
@@ -75,6 +75,7 @@ class LayeredKernel(Kernel):
         merged["devices"] = tuple(dict.fromkeys(device for one in every for device in one.devices))
         largest = [one.max_head_dim for one in every]
         merged["max_head_dim"] = None if None in largest else max(size for size in largest if size is not None)
+        merged["right_limit"] = "" if any(one.open_window for one in every) else every[0].right_limit
         forward_only = set.intersection(*(set(one.forward_only) for one in every))
         return replace(
             every[0], **merged, forward_only=tuple(sorted(forward_only)), min_capability=None, max_capability=None
@@ -176,11 +177,15 @@ def _needs(q: Any, k: Any, v: Any, options: dict[str, Any], features: tuple[str,
     """The fields of a call's `Needs`, as constants that torch.compile can pass on."""
     import torch
 
-    left, right = options.get("window_size") or (-1, -1)
+    left, right = window = options.get("window_size") or (-1, -1)
+    pages = options.get("block_table")
+    lengths = (q.shape[1], k.shape[1] * (1 if pages is None else pages.shape[1])) if q.ndim == 4 else (0, 0)
+    longest = (options.get("max_seqlen_q", lengths[0]), options.get("max_seqlen_k", lengths[1]))
     tensors = (q, k, v, options.get("s_aux"), options.get("bias"))
     backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     asked = {
         "window": (left is not None and left >= 0) or (right is not None and right >= 0),
+        "open_window": is_open(bool(options.get("causal")), window, longest),
         "softcap": bool(options.get("softcap")),
         "sinks": options.get("s_aux") is not None,
         "dropout": bool(options.get("dropout_p")),
@@ -189,5 +194,5 @@ def _needs(q: Any, k: Any, v: Any, options: dict[str, Any], features: tuple[str,
         "deterministic": bool(options.get("deterministic")) and backward,
     }
     used = (*features, *[feature for feature, needed in asked.items() if needed])
-    page_size = 0 if options.get("block_table") is None else k.shape[1]
+    page_size = 0 if pages is None else k.shape[1]
     return (q.shape[-1], v.shape[-1], str(q.dtype).removeprefix("torch."), q.device.type, used, page_size)

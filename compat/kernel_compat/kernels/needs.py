@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .provider import Features
 
-__all__ = ["Needs", "unmet"]
+__all__ = ["Needs", "is_open", "unmet"]
 
 
 class Needs(NamedTuple):
@@ -30,6 +30,17 @@ class Needs(NamedTuple):
     def __str__(self) -> str:
         dims = f"head dimensions {self.head_dim} and {self.value_dim}"
         return ", ".join([f"a call on {self.device} in {self.dtype}", dims, *map(Features.word, sorted(self.features))])
+
+
+def is_open(causal: bool, window: tuple[int | None, int | None], longest: tuple[Any, Any]) -> bool:
+    """Whether a call has a window without a limit to the right over more queries than keys.
+
+    Args:
+        longest: the lengths of the longest sequences of query and key.
+    """
+    left, right = (-1 if side is None else side for side in window)
+    # A limit at the number of keys hides nothing from one query more.
+    return not causal and left >= 0 and right < 0 and int(longest[0]) > int(longest[1]) + 1
 
 
 def unmet(features: Features, needs: Needs) -> str:

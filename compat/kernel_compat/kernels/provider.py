@@ -21,7 +21,12 @@ __all__ = ["FUNCTIONS", "Features", "Limit", "Provider", "WarnOnce", "older"]
 FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
 
 #: Features that messages call by another name.
-_WORDS = {"window": "sliding windows", "sinks": "attention sinks", "masks": "masks of any kind"}
+_WORDS = {
+    "window": "sliding windows",
+    "open_window": "a window without a limit to the right over more queries than keys",
+    "sinks": "attention sinks",
+    "masks": "masks of any kind",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class Features:
         sinks_from: ``keyword`` if the package's functions take sinks; ``log-sum-exp`` if they take none, or have no gradients
             for them, and sinks are computed from the log-sum-exp that they return.
         no_backward_on: torch device types on which it has no gradients.
+        right_limit: ``keys`` if a window without a limit to the right gets the number of keys for one, counted from the diagonal, as
+            in FlashAttention-2; empty if it gets none.
     """
 
     causal: bool = True
@@ -82,6 +89,12 @@ class Features:
     no_backward_on: tuple[str, ...] = ()
     plain_head_dims: tuple[tuple[int, int], ...] = ()
     plain_backward_head_dims: tuple[tuple[int, int], ...] = ()
+    right_limit: str = ""
+
+    @property
+    def open_window(self) -> bool:
+        """Windows without a limit to the right over more queries than keys."""
+        return not self.right_limit
 
     def pair(self, head_dim: int, value_dim: int) -> tuple[int, int] | None:
         """The first pair of `head_dims` that holds these; None for head dimensions up to `max_head_dim`, and where none does."""
@@ -201,8 +214,6 @@ class Provider:
         minimum: the oldest supported version and the reason; None if every version is supported.
         renamed: the package's keyword for a keyword of FlashAttention-2.
         unlimited: the package's value for a window side without a limit.
-        handles_unbounded_right_window: whether results are right for a window without a limit to the right over more queries
-            than keys. FlashAttention-2 takes the number of keys for that limit, counted from the diagonal.
         bundled: whether the module comes with torch or with this library.
         declared: whether `features` holds for keywords taken by ``**kwargs`` too. Otherwise a function has the features whose
             keywords are among its named parameters.
@@ -223,7 +234,6 @@ class Provider:
     minimum: tuple[str, str] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     unlimited: int | None = -1
-    handles_unbounded_right_window: bool = True
     bundled: bool = False
     declared: bool = True
     refine: Callable[[Any, Features], Features] = lambda module, features: features
