@@ -246,6 +246,26 @@ def test_a_layer_that_sets_another_attribute(
         packed(model())
 
 
+def plainly(init: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.tagged = True
+
+    return wrapper
+
+
+def by_position(init: Any) -> Any:
+    return lambda self, config, layer_idx=None: init(self, config, layer_idx)
+
+
+@pytest.mark.parametrize("wrap", [plainly, by_position, functools.partialmethod, lambda init: plainly(plainly(init))])
+def test_layers_whose_init_other_code_has_wrapped(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = importlib.import_module("transformers.models.llama.modeling_llama").LlamaAttention
+    monkeypatch.setattr(layer, "__init__", wrap(layer.__init__))
+    kernel_compat.install(unproven="allow")
+    assert packed(model()).isfinite().all()
+
+
 def test_an_argument_of_a_layer_that_nothing_is_known_of() -> None:
     kernel_compat.install(unproven="allow")
     made = model()
