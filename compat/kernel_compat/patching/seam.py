@@ -129,7 +129,7 @@ class Seam:
 class Read(Seam):
     """An attribute that the library reads, or whose arguments it takes, without replacing it.
 
-    One of a class may be an attribute that its instances get as they are made.
+    An attribute of a class may also be one that its ``__init__`` sets on instances.
 
     Attributes:
         roles: for each value, the names that releases have for it. One of them must be among the parameters.
@@ -176,7 +176,7 @@ class Read(Seam):
 
 
 def _setter_of(read: Read) -> tuple[Any, Any]:
-    """The class whose instances get an attribute as they are made, and the function that sets it; None if no function does."""
+    """The class of an attribute, and the function that sets it as instances are made; None if no function does."""
     owner: Any = importlib.import_module(read.module)
     for part in read.attribute.split(".")[:-1]:
         owner = getattr(owner, part)
