@@ -45,7 +45,7 @@ class Found:
         text: the source of a short value; otherwise why nothing was found or why it is unknown.
         home: the place of its definition, if that is a different one.
         inherited: whether it is inherited; if it is missing, a base class of a different distribution may have it.
-        on_instances: whether it is missing, but the instances of its class get it as they are made.
+        on_instances: whether the class lacks it, but its ``__init__`` sets it on instances.
         others: its definitions in other branches of an ``if`` or ``try``.
     """
 

@@ -394,14 +394,15 @@ def _run(one: Adoption, found: Found, path: Path, chosen: Sequence[Cell], suite:
     more += [f"--jobs={one.options.jobs}"] if one.options.jobs else []
     more += [f"--cache={one.options.cache}"] if one.options.cache else []
     code, text = one.checkout.matrix("cells", "run", "--axes", str(path), "--store", where, *words, *more)
-    if code not in (0, 1):  # what has run counts all the same
-        found.red.append(f"the run of the {kind} ended with {code}: {one_line(text[-2000:], 2000)}")
     with Store.open(where, create=False) as store:
         try:
             states = store.summary(store.resolve(label))
         except NotFoundError:
             states = {}
-    found.count(kind, ["lost"] * (len(chosen) - len(states)))
+    lost = len(chosen) - len(states)
+    if code not in (0, 1) or lost:  # what has run counts all the same
+        found.red.append(f"the run of the {kind} ended with {code}: {one_line(text[-2000:], 2000)}")
+    found.count(kind, ["lost"] * lost)
     for cell, summary in states.items():
         right = summary.state in FINE
         found.count(kind, ["right" if right else "wrong" if summary.state == "failed" else "lost"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from tiny import (
 from torch import Tensor
 
 import kernel_compat
+from kernel_compat.choosing.support import slides
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
@@ -384,3 +386,17 @@ def test_output_attentions_are_refused(name: str, settings: dict[str, Any], how:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
     with pytest.raises(kernel_compat.UnsupportedFeatureError, match="output_attentions=True.*eager"):
         model(input_ids=torch.randint(3, VOCAB, (1, 5)), **(requested if how == "argument" else {}))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, True),
+        ({"use_sliding_window": True}, True),
+        ({"use_sliding_window": False}, False),
+        ({"use_sliding_window": None}, False),
+    ],
+)
+def test_a_window_that_a_config_does_not_use(given: dict[str, Any], expected: bool) -> None:
+    """Qwen2-VL's configs allow None."""
+    assert slides(SimpleNamespace(sliding_window=4, **given)) is expected

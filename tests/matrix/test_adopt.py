@@ -247,8 +247,8 @@ def test_a_cell_that_fails_is_wrong(released: Released) -> None:
     assert (released.folder / "reports" / "gadget-0.18.0.md").read_text() == done.stdout
 
 
-@pytest.mark.parametrize("begun", [True, False])
-def test_a_run_that_stops_half_way_counts_what_has_run(begun: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("begun", "code"), [(True, 2), (False, 2), (False, 0)])
+def test_a_run_that_stops_half_way_counts_what_has_run(begun: bool, code: int, tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", tmp_path / "tree"], check=True)
     chosen = cells(("5.0", "5.23"), ("2.11",))
 
@@ -256,14 +256,14 @@ def test_a_run_that_stops_half_way_counts_what_has_run(begun: bool, tmp_path: Pa
         if begun:
             with Store.open(str(tmp_path / "results.sqlite")) as store:
                 store.add(store.new_run(chosen, label=words[words.index("--label") + 1]), passed(chosen[0]))
-        return 2, "No space left on device"
+        return code, "No space left on device"
 
     checkout = SimpleNamespace(folder=tmp_path, tree=tmp_path / "tree", branch="adopt/gadget-0.18.0", matrix=run)
     one: Any = SimpleNamespace(options=SimpleNamespace(store=None, jobs=None, cache=None), checkout=checkout)
     found = Found()
     _run(one, found, tmp_path / "axes.toml", chosen, "default", "cells")
     assert found.counts == {"cells": {"right": 1, "lost": 1} if begun else {"lost": 2}}
-    assert found.red[0] == "the run of the cells ended with 2: No space left on device"
+    assert found.red[0] == f"the run of the cells ended with {code}: No space left on device"
 
 
 @pytest.mark.parametrize("step", ["pins", "cells"])

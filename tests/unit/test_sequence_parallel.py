@@ -23,6 +23,8 @@ TOKENS = RANKS * LENGTH
 
 CAUSAL, BIDIRECTIONAL = torch.nn.Module(), torch.nn.Module()
 BIDIRECTIONAL.is_causal = False
+UNDECLARED = torch.nn.Module()
+UNDECLARED.is_causal = None
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +153,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "no text positions": {"position_ids": DEFAULT.expand(3, 1, -1)},
     "of patches": {"qkv": qkv(batch=2), "module": BIDIRECTIONAL, "position_ids": DEFAULT.expand(2, -1)},
     "of patches, one image": {"module": BIDIRECTIONAL, "position_ids": positions(6, 6, 6, 7, 7, 7)},
+    "of patches, causality None": {"module": UNDECLARED, "position_ids": positions(6, 6, 6, 7, 7, 7)},
     "packed": {"position_ids": positions(4, 5, 0, 1, 2, 0), **offsets(0, 2, 8, 11, 24)},
     "a sequence begins here": {"position_ids": DEFAULT, **offsets(0, 6, 24)},
     "in the second row alone": {

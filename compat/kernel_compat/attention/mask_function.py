@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -16,10 +16,13 @@ from ..kernels.memo import fixed_shapes
 from ..patching.pass_through import unwrapped
 from .forward_context import ForwardContext, MaskRecord, current_context, record_mask
 from .roles import (
+    CACHE,
     CACHE_POSITIONS,
     CHUNK,
+    IMPLEMENTATION,
     MASK,
     MASK_ARGUMENTS,
+    MASK_EMBEDDINGS,
     POSITIONS,
     WINDOW,
 )
@@ -148,8 +151,11 @@ def mask_pattern(arguments: dict[str, Any]) -> MaskPattern | None:
     function = arguments.get("mask_function")
     if function is None:
         return MaskPattern(True)
-    if torch.compiler.is_compiling():
-        return _pattern_in_graph(function, arguments)
+    return _pattern_in_graph(arguments) if torch.compiler.is_compiling() else _pattern_shown(function)
+
+
+def _pattern_shown(function: Callable[..., Any]) -> MaskPattern | None:
+    """The pattern of a mask function by its closure and by trial."""
     parts = _parts(function)
     if parts is None:
         return None
@@ -210,6 +216,13 @@ _TRIALS = {
         {"mask_function": _causal, POSITIONS.named(): _POSITIONS}, lambda q, k: k % 4 <= q % 4, composed=True
     ),
 }
+#: The functions of transformers that make masks of these patterns.
+_MAKERS = (
+    "create_causal_mask",
+    "create_sliding_window_causal_mask",
+    "create_bidirectional_mask",
+    "create_bidirectional_sliding_window_mask",
+)
 #: Whether functions act as their names say, by their code.
 _tried: dict[CodeType, bool] = {}
 
@@ -256,16 +269,35 @@ def _misleading(function: str) -> UnsupportedFeatureError:
 
 
 @constant
-def _unknown(of: type) -> str:
-    """The first of transformers' own mask functions that isn't known to show what its name says. Under torch.compile only names are seen."""
-    masks = importlib.import_module(_MASKS)
-    for name in ("sliding_window_causal_mask_function", "sliding_window_bidirectional_mask_function"):
+def _misleads(of: type) -> str:
+    """The first maker of masks in transformers that passes arguments of another pattern than its mask function has; "" for none."""
+    for name in _MAKERS:
         try:
-            if (maker := getattr(masks, name, None)) is not None and _parts(maker(2)) is None:
-                return name
-        except UnsupportedFeatureError:
+            same = all(_pattern_passed(given) == _pattern_shown(given["mask_function"]) for given in _trials(name))
+        except Exception:  # any change of a release may break it
+            same = False
+        if not same:
             return name
     return ""
+
+
+def _trials(name: str) -> Iterator[dict[str, Any]]:
+    """The arguments that a maker of masks passes to the function of an attention name, without padding and with it."""
+    masks, calls = importlib.import_module(_MASKS), list[dict[str, Any]]()
+    if not hasattr(masks, name):  # of later releases
+        return
+    made = inspect.unwrap(getattr(masks, name))
+    own = {**vars(masks), "ALL_MASK_ATTENTION_FUNCTIONS": {"eager": lambda **passed: calls.append(passed)}}
+    make = FunctionType(made.__code__, own, None, made.__defaults__, made.__closure__)
+    make.__kwdefaults__ = made.__kwdefaults__
+    parameters = inspect.signature(made).parameters
+    config = importlib.import_module("transformers").PretrainedConfig()
+    vars(config).update({WINDOW.named(): 2, f"{IMPLEMENTATION.named()}_internal": "eager"})
+    given = {MASK_EMBEDDINGS: torch.zeros(1, 4, 1), CACHE_POSITIONS: torch.arange(4), CACHE: None, POSITIONS: None}
+    for mask in (None, torch.ones(1, 4, dtype=torch.bool)):
+        values = {MASK: mask, **given}.items()
+        make(config=config, **{spelling: value for role, value in values if (spelling := role.spelled(parameters))})
+        yield calls.pop()
 
 
 def _acts_as_named(function: FunctionType, trial: _Trial) -> bool:
@@ -296,11 +328,16 @@ def _separates(function: Callable[..., Any]) -> bool:
     return any(_separates(part) for part in parts if callable(part))
 
 
-def _pattern_in_graph(function: Callable[..., Any], arguments: dict[str, Any]) -> MaskPattern | None:
-    """`mask_pattern` under torch.compile, which hides closures: by the arguments that upstream passes with the function."""
-    if unknown := _unknown(MaskPattern):
-        raise _misleading(unknown)
-    name = function.__name__
+def _pattern_in_graph(arguments: dict[str, Any]) -> MaskPattern | None:
+    """`mask_pattern` under torch.compile, which hides closures."""
+    if maker := _misleads(MaskPattern):
+        raise _misleading(maker)
+    return _pattern_passed(arguments)
+
+
+def _pattern_passed(arguments: dict[str, Any]) -> MaskPattern | None:
+    """The pattern of a call's mask function by its name and the other arguments."""
+    name = arguments["mask_function"].__name__
     if name in ("causal_mask_function", "bidirectional_mask_function"):
         return MaskPattern(name == "causal_mask_function")
     # A model's own pattern comes with `use_vmap` (from 5.0 on), windows and chunks come with their size.

@@ -84,14 +84,14 @@ class Role(NamedTuple):
         return None
 
     def attribute_of(self, owner: Any) -> Any:
-        """The value of an object's attribute; None if it has none of them."""
+        """The value of an object's attribute; None if the object lacks it."""
         for spelling in self.spellings:
             if (value := getattr(owner, spelling, None)) is not None:
                 return value
         return None
 
     def is_attribute_of(self, owner: Any) -> bool:
-        """Whether an object has one of them as an attribute, of whatever value."""
+        """Whether an object has the attribute under any spelling, of any value."""
         return any(hasattr(owner, spelling) for spelling in self.spellings)
 
     def spelled(self, names: Collection[str]) -> str | None:

@@ -57,7 +57,8 @@ def beyond_causal_attention(model: Any) -> list[str]:
 
 def slides(config: Any) -> bool:
     """Whether a config has layers with a sliding window."""
-    if not WINDOW.attribute_of(config) or USES_WINDOW.attribute_of(config) is False:
+    unused = USES_WINDOW.is_attribute_of(config) and not USES_WINDOW.attribute_of(config)
+    if unused or not WINDOW.attribute_of(config):
         return False
     layers = LAYER_TYPES.attribute_of(config)
     return layers is None or any("sliding" in layer for layer in layers)

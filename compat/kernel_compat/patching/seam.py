@@ -5,7 +5,10 @@ from __future__ import annotations
 import dis
 import importlib
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial, partialmethod
+from types import FunctionType
 from typing import Any, ClassVar
 
 from ..errors import SeamError
@@ -126,7 +129,7 @@ class Seam:
 class Read(Seam):
     """An attribute that the library reads, or whose arguments it takes, without replacing it.
 
-    One of a class may be an attribute that its instances get as they are made.
+    An attribute of a class may also be one that its ``__init__`` sets on instances.
 
     Attributes:
         roles: for each value, the names that releases have for it. One of them must be among the parameters.
@@ -173,18 +176,30 @@ class Read(Seam):
 
 
 def _setter_of(read: Read) -> tuple[Any, Any]:
-    """The class whose instances get an attribute as they are made, and the function that sets it; None if no function does."""
+    """The class of an attribute, and the function that sets it as instances are made; None if no function does."""
     owner: Any = importlib.import_module(read.module)
     for part in read.attribute.split(".")[:-1]:
         owner = getattr(owner, part)
     for ancestor in getattr(owner, "__mro__", ()):
         for made_by in ("__init__", "__post_init__"):
-            function = inspect.unwrap(vars(ancestor).get(made_by))
-            if inspect.isfunction(function) and any(
-                step.opname == "STORE_ATTR" and step.argval == read.name for step in dis.get_instructions(function)
-            ):
-                return owner, function
+            for function in _functions_in(vars(ancestor).get(made_by)):
+                if any(i.opname == "STORE_ATTR" and i.argval == read.name for i in dis.get_instructions(function)):
+                    return owner, function
     return owner, None
+
+
+def _functions_in(function: Any) -> Iterator[FunctionType]:
+    """A function, and the functions that a wrapper of other code refers to, whether or not it has called functools.wraps."""
+    pending, seen = [function], set()
+    for one in pending:  # grows as it goes
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, (partial, partialmethod)):
+            pending.append(one.func)
+        elif isinstance(one, FunctionType):
+            yield one
+            pending += [getattr(one, "__wrapped__", None), *inspect.getclosurevars(one).nonlocals.values()]
 
 
 def _package(function: Any) -> str | None:

@@ -105,7 +105,8 @@ def check_call(
     positions, sinks = POSITIONS.of(kwargs), SINKS.of(kwargs)
     if positions is not None and positions.shape[-1] != own.tokens:
         causal = CAUSALITY.of(kwargs)
-        causal = CAUSALITY.attribute_of(module) is not False if causal is None else causal
+        if causal is None:
+            causal = bool(CAUSALITY.attribute_of(module)) or not CAUSALITY.is_attribute_of(module)
         _require_positions(positions, beginnings, causal, own)
         kwargs = {name: value for name, value in kwargs.items() if name not in POSITIONS.spellings}
     if sinks is not None:
