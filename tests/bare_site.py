@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from pathlib import Path
+
+import kernel_compat_shims
 
 
 def make(site: Path) -> None:
@@ -15,3 +18,13 @@ def make(site: Path) -> None:
             origin = Path(spec.origin)
             source = origin.parent if spec.submodule_search_locations else origin
             (site / source.name).symlink_to(source)
+    add_shims(site)
+
+
+def add_shims(site: Path) -> Path:
+    """Add the shims, and the metadata by which they are found; returns the folder of the metadata."""
+    (site / "kernel_compat_shims").symlink_to(kernel_compat_shims.__path__[0])
+    file = next(file for file in importlib.metadata.files("kernel-compat") or () if file.name == "entry_points.txt")
+    metadata = Path(str(file.locate())).parent
+    (site / metadata.name).symlink_to(metadata)
+    return site / metadata.name

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import bare_site
 import pytest
 from hypothesis import settings
 
@@ -123,6 +124,7 @@ def bare(tmp_path: Path) -> Callable[..., Any]:
         origin = Path(spec.origin)
         source = origin.parent if spec.submodule_search_locations else origin
         (needed / source.name).symlink_to(source)
+    bare_site.add_shims(needed)
 
     def run(code: str, *paths: Path, env: Mapping[str, str] | None = None) -> Any:
         search = os.pathsep.join(map(str, (*paths, COMPAT, needed)))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -329,6 +330,6 @@ def test_without_torch_and_transformers(bare: Callable[..., Any]) -> None:
         " {n: v.unavailable_because(e) for n, v in k.known_kernels().items()}]))"
     )
     packages, imports, problems, unavailable = bare(code)
-    assert (packages, imports, problems) == ({}, {}, [])
+    assert (packages, imports, problems) == ({"kernel-compat": importlib.metadata.version("kernel-compat")}, {}, [])
     assert all("torch is not installed" in because for because in unavailable.values())
     assert set(unavailable) == set(known_kernels())

@@ -766,6 +766,38 @@ def test_shims_of_another_project(bare: Callable[..., Any], site: Any) -> None:
     assert bare(code, site.path) == ["pending", "applied", True, -1, 1]
 
 
+_STATE = (
+    "import json, warnings, kernel_compat as k\n"
+    "with warnings.catch_warnings(record=True) as caught:\n"
+    "    warnings.simplefilter('always')\n"
+    "    report = k.install()\n"
+    "print(json.dumps([report.ok, [s.name for s in report.shims if s.state == 'failed'], [str(one.message) for one in caught]]))"
+)
+
+
+def test_the_library_without_its_metadata(bare: Callable[..., Any], tmp_path: Path) -> None:
+    """A folder on PYTHONPATH has no entry points, so that no shim is found: everything that shims protect is refused."""
+    (metadata,) = (tmp_path / "needed").glob("kernel_compat-*.dist-info")
+    metadata.unlink()
+    ok, failed, (said,) = bare(_STATE)
+    assert (ok, failed) == (False, ["kernel-compat"])
+    assert "it is imported from a folder. Install it. Refused without it: attention under registered names" in said
+
+
+def test_metadata_that_is_older_than_the_shims(bare: Callable[..., Any], tmp_path: Path) -> None:
+    """As an editable install has after an update of its checkout."""
+    (metadata,) = (tmp_path / "needed").glob("kernel_compat-*.dist-info")
+    points = (metadata / "entry_points.txt").read_text()
+    metadata.unlink()
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kernel-compat\nVersion: 0.2.0\n")
+    (metadata / "entry_points.txt").write_text("".join(line for line in points.splitlines(True) if "reads" not in line))
+    ok, failed, (said,) = bare(_STATE)
+    assert not ok
+    assert {"forwards", "tf5"} <= {*failed}
+    assert "it lacks kernel_compat_shims.reads. Install it again" in said
+
+
 def test_a_transformers_that_does_not_import(bare: Callable[..., Any], site: Any) -> None:
     """Such as without torch: every name reports the error, and nothing raises."""
     site.install("transformers", "5.23.0", {"transformers/__init__.py": "raise OSError('libtorch.so')\n"})

@@ -133,11 +133,15 @@ def status() -> Report:
 
 
 def _warn_of_failures(found: report.Report) -> None:
-    """Warn the caller of the caller of each shim that has failed."""
+    """Warn the caller of the caller of each reason why shims have failed."""
+    failed: dict[str, list[str]] = {}
     for shim in found.shims:
         if shim.state == "failed":
             then = f". Refused without it: {shim.protects}" if shim.protects else ""
-            warnings.warn(f"the shim {shim.name} is not applied: {shim.reason}{then}", UnprotectedWarning, stacklevel=3)
+            failed.setdefault(f"{shim.reason}{then}", []).append(shim.name)
+    for reason, names in failed.items():
+        which = f"the shim {names[0]} is" if len(names) == 1 else f"the shims {', '.join(names)} are"
+        warnings.warn(f"{which} not applied: {reason}", UnprotectedWarning, stacklevel=3)
 
 
 @contextmanager

@@ -138,8 +138,7 @@ class Installation:
             }
             self._apply_all([shim for shim in pending if shim.name not in self._waiting], environment)
             for name in unloaded.keys() - skip:
-                why = f"its entry point could not be loaded: {unloaded[name]}"
-                self._unprotected = UnprotectedError(name, "attention under registered names", why)
+                self._unprotected = UnprotectedError(name, _EVERYTHING, _unloaded(unloaded[name]))
             if self._allows_broken:
                 self._unprotected = None
             self.active = True
@@ -302,8 +301,8 @@ class Installation:
         self._left = {change: self._left[change] for change in undo(self._left)}
 
     def _report(self, environment: Environment, shims: list[Shim], broken: dict[str, str]) -> Report:
-        problem = "its entry point could not be loaded"
-        entries = [ShimReport(name, "failed", f"{problem}: {error}") for name, error in broken.items()]
+        protects = "" if self._allows_broken else _EVERYTHING
+        entries = [ShimReport(name, "failed", _unloaded(error), protects=protects) for name, error in broken.items()]
         for shim in shims:
             entry = _unapplied(shim, environment)
             if applied := self._applied.get(shim.name):
@@ -319,6 +318,14 @@ class Installation:
                 entry = replace(entry, reason=f"{shim.reason}; applied once {modules} is imported")
             entries.append(replace(entry, upstream=shim.upstream, delete_when=shim.delete_when))
         return Report(environment, self.active, tuple(entries))
+
+
+#: What shims protect that can't be loaded: nothing says what it is.
+_EVERYTHING = "attention under registered names"
+
+
+def _unloaded(error: str) -> str:
+    return f"its entry point could not be loaded: {error}"
 
 
 def _locate(shim: Shim, environment: Environment) -> list[Located]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from typing import Any
 
 from packaging.utils import canonicalize_name
@@ -83,6 +83,15 @@ def each(replacement_of: Callable[[Any], Any]) -> Callable[[Mapping[str, Any]], 
     return lambda originals: {name: replacement_of(original) for name, original in originals.items()}
 
 
+def _has_own() -> bool:
+    """Whether the metadata of this library is there, with its shims."""
+    try:
+        own = distribution("kernel-compat").entry_points
+    except PackageNotFoundError:
+        return False
+    return any(point.group == ENTRY_POINT_GROUP for point in own)
+
+
 def discover(points: Iterable[EntryPoint] | None = None) -> tuple[list[Shim], dict[str, str]]:
     """Load all shims of all installed distributions.
 
@@ -90,12 +99,15 @@ def discover(points: Iterable[EntryPoint] | None = None) -> tuple[list[Shim], di
         points: the entry points; None for those of the group ``kernel_compat.shims`` in this environment.
 
     Returns:
-        The shims in a stable order, and the error by name of each entry point that could not be loaded.
+        The shims in a stable order, and the error by name of each entry point that could not be loaded; of ``kernel-compat``, where its
+        own metadata isn't there.
     """
-    if points is None:
-        points = entry_points(group=ENTRY_POINT_GROUP)
     shims: dict[str, Shim] = {}
     broken: dict[str, str] = {}
+    if points is None:
+        points = entry_points(group=ENTRY_POINT_GROUP)
+        if not _has_own():
+            broken["kernel-compat"] = "it has no metadata here, as it is imported from a folder. Install it"
     for point in sorted(points, key=lambda p: (p.name, p.value)):
         try:
             loaded = point.load()
