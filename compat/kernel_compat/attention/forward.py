@@ -38,6 +38,7 @@ from .roles import (
     SOFTCAP,
     VALUE_DIM,
     WINDOW,
+    Role,
 )
 from .tensors import constant, require_readable, same_storage
 from .varlen import packed_attention, padded_attention, paged_attention, sequences_attention
@@ -81,8 +82,9 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
         _require_known(kwargs, name)
         # Continuous batching, from transformers 5.19 on. The cache writes a layer's lengths and pages into its arguments: up to
         # 5.23, where the lengths of each type of layer arrive, here; from 5.24 on in the layer.
-        paging = {KEY_OFFSETS.named(): cu_seq_lens_k, KEY_LENGTH.named(): max_length_k, **kwargs}
+        paging = kwargs
         if isinstance(cu_seq_lens_k, dict):
+            paging = {KEY_OFFSETS.named(): cu_seq_lens_k, KEY_LENGTH.named(): max_length_k, **kwargs}
             key, value = cache.update(
                 key_states=key, value_states=value, layer_idx=LAYER_INDEX.attribute_of(module), kwargs=paging
             )
@@ -103,9 +105,9 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             value,
             CAUSALITY.attribute_of(module) if is_causal is None else is_causal,
             attention_mask,
-            scale=_setting(module, SCALE.named(), scaling, query.shape[-1] ** -0.5),
-            softcap=_setting(module, SOFTCAP.named(), softcap),
-            sinks=_setting(module, SINKS.named(), s_aux),
+            scale=_setting(module, SCALE, scaling, query.shape[-1] ** -0.5),
+            softcap=_setting(module, SOFTCAP, softcap),
+            sinks=_setting(module, SINKS, s_aux),
             dropout=dropout,
             deterministic=deterministic,
             sliding_window=kwargs[passed] if (passed := WINDOW.spelled(kwargs)) else _window_of(module),
@@ -140,7 +142,7 @@ def _require_known(arguments: dict[str, Any], name: str) -> None:
             )
 
 
-def _setting(module: torch.nn.Module, argument: str, value: Any, default: float | None = None) -> Any:
+def _setting(module: torch.nn.Module, argument: Role, value: Any, default: float | None = None) -> Any:
     """A setting that a layer passes to its attention; None if it is omitted.
 
     Raises:
@@ -151,7 +153,7 @@ def _setting(module: torch.nn.Module, argument: str, value: Any, default: float 
     own = LAYER_SETTINGS[argument].attribute_of(module)
     if own is not None and (default is None or own != default):
         raise ValueError(
-            f"{type(module).__name__} has an attribute {LAYER_SETTINGS[argument].named()!r}, but passes no {argument!r} to its attention: nothing "
+            f"{type(module).__name__} has an attribute {LAYER_SETTINGS[argument].named()!r}, but passes no {argument.named()!r} to its attention: nothing "
             "says whether the scores need it. Pass it, if only as None, or set the attribute to None"
         )
     return None

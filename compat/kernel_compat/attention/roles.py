@@ -79,8 +79,8 @@ class Role(NamedTuple):
     def of(self, arguments: Mapping[str, Any]) -> Any:
         """The value among arguments by name; None if it isn't there."""
         for spelling in self.spellings:
-            if arguments.get(spelling) is not None:
-                return arguments[spelling]
+            if (value := arguments.get(spelling)) is not None:
+                return value
         return None
 
     def attribute_of(self, owner: Any) -> Any:
@@ -193,7 +193,7 @@ SUPPORTS_SDPA = Role("support of sdpa", ("_supports_sdpa",))
 COMPILEABLE = Role("whether a cache can be compiled", ("is_compileable",))
 
 #: A layer's attribute by the argument in which the layer passes it to its attention: of Gemma-2 and those after it, of GPT-OSS.
-LAYER_SETTINGS = {SOFTCAP.named(): SOFTCAPPING, SINKS.named(): LAYER_SINKS, SCALE.named(): SCALE}
+LAYER_SETTINGS = {SOFTCAP: SOFTCAPPING, SINKS: LAYER_SINKS, SCALE: SCALE}
 
 
 def _is_compiling() -> bool:

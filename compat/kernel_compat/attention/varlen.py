@@ -159,8 +159,8 @@ def paged_attention(kernel: Kernel, call: AttentionCall, paging: dict[str, Any])
     """One new token for each sequence, over a cache in pages.
 
     Args:
-        call: query, key and value of shape (1, sequences, heads, head_dim).
-        paging: the arguments of transformers' paged cache: ``k_cache``, ``v_cache``, ``block_table``, ``cu_seq_lens_k``.
+        call: query, key and value of shape (1, sequences, heads, head_dim), and the lengths of the keys.
+        paging: the arguments of transformers' paged cache: ``k_cache``, ``v_cache``, ``block_table``.
 
     Returns:
         (1, sequences, heads, head_dim).
@@ -172,7 +172,10 @@ def paged_attention(kernel: Kernel, call: AttentionCall, paging: dict[str, Any])
     if kvcache is None:
         raise UnsupportedFeatureError("a paged cache", kernel.name, instead(kernel.name, "paged"))
     query, key, value = (x.transpose(0, 1) for x in (call.query, call.key, call.value))
-    sequences, offsets, window = query.shape[0], KEY_OFFSETS.of(paging), call.sliding_window
+    offsets = None if call.lengths is None else call.lengths.offsets_k
+    if offsets is None:
+        raise ValueError(f"a paged cache without {KEY_OFFSETS.named()}")
+    sequences, window = query.shape[0], call.sliding_window
     output: Tensor = kvcache(
         query,
         paging["k_cache"],
