@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from packaging.version import Version
-from tiny import NAME, VOCAB, distance, load, saved
+from tiny import NAME, VOCAB, accepts, distance, load, saved
 from torch import Tensor
 
 import kernel_compat
+from kernel_compat.attention.roles import CACHE
 from kernel_compat.kernels import reference
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
@@ -52,6 +55,35 @@ def test_fullgraph(models: Path, name: str, batch: str) -> None:
     expected[real].square().sum().backward()
     for ours_, eager_ in zip(ours.parameters(), eager.parameters(), strict=True):
         assert (ours_.grad - eager_.grad).norm() <= 1e-4 * eager_.grad.norm()
+
+
+def static_cache(config: Any) -> Any:
+    """A cache with room for more tokens than the tests put in it."""
+    more: dict[str, Any] = {"max_batch_size": 2, "device": "cpu", "dtype": torch.float32}
+    more = {name: value for name, value in more.items() if accepts(transformers.StaticCache.__init__, name)}
+    return transformers.StaticCache(config=config, max_cache_len=20, **more)
+
+
+@pytest.mark.parametrize("steps", [(12,), (7, 5), (3, 1, 1, 7)], ids=str)
+@pytest.mark.parametrize("name", ["llama_gqa", "mistral_window"])
+@torch.no_grad()
+def test_a_static_cache_without_a_mask(models: Path, name: str, steps: tuple[int, ...]) -> None:
+    """Its unused room is hidden, although the graph doesn't know where it begins."""
+    path = saved(models, name)
+    eager, ours = load(path, "eager"), load(path, NAME)
+    ids = torch.randint(3, VOCAB, (2, 12))
+    cache, run, found, begin = static_cache(ours.config), compiled(ours), [], 0
+    for step, part in zip(steps, ids.split(steps, 1), strict=True):
+        given = {CACHE.named(parameters(ours)): cache}
+        if "cache_position" in parameters(ours):
+            given["cache_position"] = torch.arange(begin, begin + step)
+        found.append(run(input_ids=part, use_cache=True, **given).logits)
+        begin += step
+    assert distance(torch.cat(found, 1), eager(input_ids=ids, use_cache=False).logits) < 1e-5
+
+
+def parameters(model: Any) -> Any:
+    return inspect.signature(type(model).forward).parameters
 
 
 class _Varlen(torch.autograd.Function):

@@ -295,6 +295,7 @@ _COMPILED = {
     "compiled_padded": (_compiled(_padded("left")), _rows("left")),
     "compiled_lengths": (_compiled(_packed(True)), _apart),
     "compiled_static": (_compiled(_cached((9, 1, 1), static=True, padded=True)), _first(11)),
+    "compiled_bare": (_compiled(_cached((3, 1, 10), static=True)), _plain),  # without a mask
 }
 _SOME = ("plain", "padded_left", "padded_right", "packed", "cached", "generated", "gradients")
 SCENARIOS: dict[str, dict[str, tuple[Result, Result]]] = {

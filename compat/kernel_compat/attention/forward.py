@@ -423,7 +423,7 @@ def _resolve_mask(call: AttentionCall, context: ForwardContext | None) -> tuple[
         raise ValueError(f"an attention mask must have 2 or 4 dimensions, not the shape {tuple(mask.shape)}")
     # Padding applies to the queries only if they are the last of the keys: never in cross-attention, which isn't causal and
     # may have as many queries as keys. A window is aligned by the queries, so that their padding must be known.
-    padded_queries = causal or window != (-1, -1)
+    padded_queries = (causal or window != (-1, -1)) and not (record is not None and record.all_queries)
     if not causal and mask.shape[1] != kv_len:
         raise ValueError(f"an attention mask for {mask.shape[1]} keys does not fit {kv_len}")
     if not causal and padded_queries and q_len != kv_len:

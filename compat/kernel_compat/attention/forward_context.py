@@ -75,6 +75,7 @@ class MaskRecord(NamedTuple):
         padding: (batch, kv_length or less) bool, False for padding; None for a batch without padding.
         q_length, kv_length: the sizes that it was made for.
         mask: the tensor that was returned for it, or None if None was returned.
+        all_queries: whether no query is padding: the mask hides unused room of a static cache alone.
     """
 
     causal: bool
@@ -83,6 +84,7 @@ class MaskRecord(NamedTuple):
     q_length: int
     kv_length: int
     mask: Tensor | None
+    all_queries: bool = False
 
 
 class ForwardContext:

@@ -19,6 +19,7 @@ from .roles import (
     CACHE,
     CACHE_POSITIONS,
     CHUNK,
+    COMPILEABLE,
     IMPLEMENTATION,
     MASK,
     MASK_ARGUMENTS,
@@ -63,7 +64,7 @@ def attention_mask_function(**arguments: Any) -> Tensor | None:
     context = current_context()
     pattern = mask_pattern(arguments)
     require_readable((MASK,), (MASK.of(arguments),))
-    mask = padding = _make_mask(pattern, context, arguments)
+    mask = padding = _make_mask(pattern, context, arguments, recorded=context is not None)
     if pattern is None and mask is not None and context is not None:
         context.full_masks.append((mask, _separates(arguments["mask_function"])))
     if pattern is None or (context is None and torch.compiler.is_compiling()):
@@ -77,7 +78,10 @@ def attention_mask_function(**arguments: Any) -> Tensor | None:
         mask = _ones(arguments, kv_length)
     elif mask is not None and context is not None and any(same_storage(mask, r.mask) for r in context.records):
         mask = mask.clone()  # layers' masks are recognised by their storage
-    record_mask(MaskRecord(pattern.causal, pattern.window, padding, query_length(arguments), kv_length, mask))
+    all_queries = padding is not None and MASK.of(arguments) is None
+    record_mask(
+        MaskRecord(pattern.causal, pattern.window, padding, query_length(arguments), kv_length, mask, all_queries)
+    )
     return mask
 
 
@@ -111,7 +115,14 @@ def _ones(arguments: dict[str, Any], length: int) -> Tensor:
     return torch.ones(arguments["batch_size"], length, dtype=torch.bool, device=device)
 
 
-def _make_mask(pattern: MaskPattern | None, context: ForwardContext | None, arguments: dict[str, Any]) -> Tensor | None:
+def _before(arguments: dict[str, Any], end: Tensor) -> Tensor:
+    """A mask of all keys of a static cache that shows those before the end, whose value a graph doesn't know."""
+    return (torch.arange(arguments["kv_length"], device=end.device) < end).expand(arguments["batch_size"], -1)
+
+
+def _make_mask(
+    pattern: MaskPattern | None, context: ForwardContext | None, arguments: dict[str, Any], recorded: bool = False
+) -> Tensor | None:
     if pattern is None:  # in full
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -123,13 +134,24 @@ def _make_mask(pattern: MaskPattern | None, context: ForwardContext | None, argu
     compiling = torch.compiler.is_compiling()
     # More keys than queries: a cache. A static one has unused room after the last key, which must be hidden. The keys of
     # cross-attention, which has neither causality nor a window, have none.
-    if kv_length != q_length and compiling and mask is not None and q_length != 1:
-        torch._assert_async(mask[:, -1].any(), "a mask as long as a static cache: cut it to the tokens there are")
-    elif kv_length != q_length and not compiling and (pattern.causal or pattern.window != (-1, -1)):
-        positions = CACHE_POSITIONS.of(arguments)
-        last = as_int(arguments.get("q_offset", 0)) + q_length - 1 if positions is None else as_int(positions[-1])
-        end = last + 1  # the number of tokens, cached and new
-        if mask is not None:
+    if kv_length != q_length and compiling and mask is not None:
+        if q_length != 1:
+            torch._assert_async(mask[:, -1].any(), "a mask as long as a static cache: cut it to the tokens there are")
+    elif kv_length != q_length and (pattern.causal or pattern.window != (-1, -1)):
+        positions, end = CACHE_POSITIONS.of(arguments), arguments.get("q_offset", 0)
+        if not compiling:
+            end = as_int(end) + q_length if positions is None else as_int(positions[-1]) + 1
+        else:
+            end = end + q_length if positions is None else positions[-1] + 1
+        if isinstance(end, Tensor):
+            past = None if context is None else context.cache
+            if past is None or COMPILEABLE.attribute_of(past):
+                if q_length != 1 and not recorded:  # of a padding mask the last columns would be the queries'
+                    raise ValueError(
+                        "a static cache without a mask in a graph: pass an attention_mask of the tokens there are"
+                    )
+                return _before(arguments, end - kv_offset)
+        elif mask is not None:
             mask = mask[:, :end]
         elif end - kv_offset < kv_length:
             mask = _ones(arguments, end - kv_offset)
