@@ -82,6 +82,20 @@ def test_a_static_cache_without_a_mask(models: Path, name: str, steps: tuple[int
     assert distance(torch.cat(found, 1), eager(input_ids=ids, use_cache=False).logits) < 1e-5
 
 
+@torch.no_grad()
+def test_symbolic_numbers(models: Path) -> None:
+    """With ``dynamic=True`` the scale is one, too."""
+    eager, ours = (load(saved(models, "llama_gqa"), name) for name in ("eager", NAME))
+    run = torch.compile(ours, fullgraph=True, backend="eager", dynamic=True)
+    for length in (7, 12):
+        ids = torch.randint(3, VOCAB, (2, length))
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+        found, expected = run(**given).logits, eager(**given).logits
+        assert distance(found[mask.bool()], expected[mask.bool()]) < 1e-5
+
+
 def parameters(model: Any) -> Any:
     return inspect.signature(type(model).forward).parameters
 

@@ -45,7 +45,12 @@ from .varlen import packed_attention, padded_attention, paged_attention, sequenc
 
 __all__ = ["attention_forward", "flash_attention", "target_dtype"]
 
-_OMITTED: Any = object()
+
+class _Omitted:
+    """The value of an argument that a layer omits."""
+
+
+_OMITTED: Any = _Omitted()
 
 
 def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) -> Callable[..., tuple[Tensor, None]]:
@@ -148,7 +153,7 @@ def _setting(module: torch.nn.Module, argument: Role, value: Any, default: float
     Raises:
         ValueError: it is omitted, and the layer has it as an attribute, other than the default.
     """
-    if value is not _OMITTED:
+    if not isinstance(value, _Omitted):  # by its type: Dynamo can't compare a symbolic number with an object
         return value
     own = LAYER_SETTINGS[argument].attribute_of(module)
     if own is not None and (default is None or own != default):
