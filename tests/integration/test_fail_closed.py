@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import SHAPE, VOCAB
+from tiny import SHAPE, TRANSFORMERS, VOCAB
 
 import kernel_compat
 from kernel_compat import UnprotectedError, UnprotectedWarning
@@ -398,8 +398,14 @@ MADE = "= sliding_window_causal_mask_function(sliding_window)\n"
             "    mask_factory_function = causal_mask_function\n",
             "    mask_factory_function = and_masks(causal_mask_function, sliding_window_overlay(2))\n",
         ),
+        ("local_size=chunk_size,", "local_size=chunk_size + 1,"),
+        pytest.param(
+            "use_vmap = True",
+            "use_vmap = False",
+            marks=pytest.mark.skipif(TRANSFORMERS.release < (5, 0), reason="says nothing of a model's own pattern"),
+        ),
     ],
-    ids=["pattern", "window", "window of a mask", "size", "pattern of a mask"],
+    ids=["pattern", "window", "window of a mask", "size", "pattern of a mask", "size of chunks", "own pattern"],
 )
 def test_a_compiled_model_takes_no_name_for_granted(
     before: str, after: str, fullgraph: bool, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -242,6 +243,7 @@ _TRIALS = {
 _MAKERS = (
     "create_causal_mask",
     "create_sliding_window_causal_mask",
+    "create_chunked_causal_mask",
     "create_bidirectional_mask",
     "create_bidirectional_sliding_window_mask",
 )
@@ -304,7 +306,7 @@ def _misleads(of: type) -> str:
 
 
 def _trials(name: str) -> Iterator[dict[str, Any]]:
-    """The arguments that a maker of masks passes to the function of an attention name, without padding and with it."""
+    """The arguments that a maker of masks passes to the function of an attention name: without padding and with it, and with a model's own pattern."""
     masks, calls = importlib.import_module(_MASKS), list[dict[str, Any]]()
     if not hasattr(masks, name):  # of later releases
         return
@@ -314,12 +316,18 @@ def _trials(name: str) -> Iterator[dict[str, Any]]:
     make.__kwdefaults__ = made.__kwdefaults__
     parameters = inspect.signature(made).parameters
     config = importlib.import_module("transformers").PretrainedConfig()
+    if "chunk" in name:
+        setattr(config, CHUNK.named(), 8)
     vars(config).update({WINDOW.named(): 2, f"{IMPLEMENTATION.named()}_internal": "eager"})
     given = {MASK_EMBEDDINGS: torch.zeros(1, 4, 1), CACHE_POSITIONS: torch.arange(4), CACHE: None, POSITIONS: None}
-    for mask in (None, torch.ones(1, 4, dtype=torch.bool)):
+    for mask, own in itertools.product((None, torch.ones(1, 4, dtype=torch.bool)), (None, _near)):
         values = {MASK: mask, **given}.items()
-        make(config=config, **{spelling: value for role, value in values if (spelling := role.spelled(parameters))})
-        yield calls.pop()
+        passed = {spelling: value for role, value in values if (spelling := role.spelled(parameters))}
+        make(config=config, **passed, **({} if own is None else {"and_mask_function": own}))
+        call = calls.pop()
+        # Up to 4.57 nothing tells a model's own pattern from packed sequences and windows.
+        if own is None or "use_vmap" in call or not CACHE_POSITIONS.spelled(call):
+            yield call
 
 
 def _acts_as_named(function: FunctionType, trial: _Trial) -> bool:
