@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from tiny import NAME, VOCAB, accepts, distance, load, saved
 from torch import Tensor
 
 import kernel_compat
-from kernel_compat.attention.roles import CACHE
+from kernel_compat.attention.roles import CACHE, LENGTHS, cache_returned
 from kernel_compat.kernels import reference
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
@@ -80,6 +82,20 @@ def test_a_static_cache_without_a_mask(models: Path, name: str, steps: tuple[int
             found.append(run(input_ids=part, use_cache=True, **given).logits)
         begin += step
     assert distance(torch.cat(found, 1), eager(input_ids=ids, use_cache=False).logits) < 1e-5
+
+
+@pytest.mark.parametrize("goes_on", [compiled, lambda model: model, copy.deepcopy], ids=["compiled", "plain", "copied"])
+def test_a_cache_of_packed_sequences_that_a_graph_has_filled(models: Path, goes_on: Callable[[Any], Any]) -> None:
+    """Nothing says which of its sequences goes on."""
+    model = load(saved(models, "llama_gqa"), NAME)
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+    lengths = {role.named(): value for role, value in zip(LENGTHS, (offsets, offsets, 7, 7), strict=True)}
+    with torch.no_grad():
+        cache = cache_returned(compiled(model)(input_ids=torch.arange(3, 15)[None], use_cache=True, **lengths))
+    copied = goes_on is copy.deepcopy
+    following = {CACHE.named(parameters(model)): copy.deepcopy(cache) if copied else cache}
+    with pytest.raises(Exception, match="a cache of packed sequences can't be continued"):
+        (model if copied else goes_on(model))(input_ids=torch.tensor([[3]]), use_cache=True, **following)
 
 
 def test_symbolic_numbers(models: Path) -> None:

@@ -18,7 +18,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import UnprotectedError
 from ..kernels.memo import Memo, scope
@@ -36,7 +35,6 @@ from .roles import (
     TOKENS,
     cache_of,
     cache_returned,
-    is_paged,
 )
 from .tensors import constant, same_storage
 
@@ -55,8 +53,8 @@ __all__ = [
     "within",
 ]
 
-#: KV caches that packed sequences were put in.
-_packed_caches = WeakIdKeyDictionary()
+#: The attribute of KV caches that packed sequences were put in.
+_IS_PACKED = "_kernel_compat_packed"
 
 #: Of this thread: `context`, that of the forward in progress, and `records`, of masks made outside of any forward.
 _local = threading.local()
@@ -146,7 +144,7 @@ class ForwardContext:
         positions = POSITIONS.of(arguments)
         self.positions: Tensor | None = positions if isinstance(positions, Tensor) else None
         past = self.cache = cache_of(arguments)
-        if past is not None and not torch.compiler.is_compiling() and _identity_of(past) in _packed_caches:
+        if past is not None and getattr(_identity_of(past), _IS_PACKED, False):
             raise ValueError("a cache of packed sequences can't be continued: it doesn't say which of them goes on")
         self.lengths = PackedLengths.of(arguments)
         self.takes_positions = POSITIONS.spelled(parameter_names(type(model))) is not None
@@ -208,9 +206,9 @@ class ForwardContext:
     def close(self, outputs: Any) -> None:
         """Mark the caches of the forward, its argument and the one that it returned, if packed sequences were put in them."""
         if any(self.rows.values()) or self.lengths or any(self._sequences.values()):
-            for past in map(_identity_of, (self.cache, cache_returned(outputs))):
-                if getattr(type(past), "__weakref__", None) is not None and not is_paged(past):
-                    _packed_caches[past] = True
+            for past in (_identity_of(self.cache), _identity_of(cache_returned(outputs))):
+                if hasattr(past, "__dict__") and not _is_paged(type(past)):
+                    setattr(past, _IS_PACKED, True)  # on itself, which a graph does, too
 
     def covers(self, batch: int, q_len: int, kv_len: int, causal: bool) -> bool:
         """Whether attention of these sizes is over the tokens of this call and no others."""
@@ -346,6 +344,12 @@ def _identity_of(past: Any) -> Any:
     return past
 
 
+@constant
+def _is_paged(kind: type) -> bool:
+    """Whether a class is that of continuous batching's cache, which keeps its packed sequences apart."""
+    return any(one.__name__ == "PagedAttentionCache" for one in kind.__mro__)
+
+
 def record_mask(record: MaskRecord) -> None:
     """Keep a mask's record in the forward in progress, or for the next one."""
     if (context := current_context()) is not None:
@@ -392,8 +396,7 @@ def with_context(original: Callable[..., Any], before: Callable[[Any, dict[str, 
         context = ForwardContext(self, arguments, current_context())
         with within(context):
             outputs = original(self, *args, **kwargs)
-        if not compiling:
-            context.close(outputs)
+        context.close(outputs)
         return outputs
 
     _opening.calls.add(__call__)

@@ -60,7 +60,6 @@ __all__ = [
     "cache_returned",
     "is_cache",
     "is_layer_cache",
-    "is_paged",
     "layer_cache_of",
 ]
 
@@ -220,11 +219,6 @@ def is_layer_cache(name: str, value: Any) -> bool:
 def layer_cache_of(values: Mapping[str, Any]) -> Any:
     """The cache among a layer's arguments by name."""
     return next((v for name, v in values.items() if v is not None and is_layer_cache(name, v)), None)
-
-
-def is_paged(value: Any) -> bool:
-    """Whether a value is the cache of continuous batching, which keeps its packed sequences apart."""
-    return any(kind.__name__ == "PagedAttentionCache" for kind in type(value).__mro__)
 
 
 def cache_of(values: Mapping[str, Any]) -> Any:
