@@ -117,13 +117,18 @@ def _ones(arguments: dict[str, Any], length: int) -> Tensor:
 
 
 def _before(arguments: dict[str, Any], end: Tensor) -> Tensor:
-    """A mask of all keys of a static cache that shows those before the end, whose value a graph doesn't know."""
+    """A mask of all keys of a static cache that shows those before the end."""
     return (torch.arange(arguments["kv_length"], device=end.device) < end).expand(arguments["batch_size"], -1)
 
 
 def _make_mask(
     pattern: MaskPattern | None, context: ForwardContext | None, arguments: dict[str, Any], recorded: bool = False
 ) -> Tensor | None:
+    """The mask that a mask function returns.
+
+    Args:
+        recorded: whether the mask is recorded, so that its layers know that it hides keys and no queries.
+    """
     if pattern is None:  # in full
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -144,7 +149,7 @@ def _make_mask(
             end = as_int(end) + q_length if positions is None else as_int(positions[-1]) + 1
         else:
             end = end + q_length if positions is None else positions[-1] + 1
-        if isinstance(end, Tensor):
+        if isinstance(end, Tensor):  # a graph doesn't know its value
             past = None if context is None else context.cache
             if past is None or COMPILEABLE.attribute_of(past):
                 if q_length != 1 and not recorded:  # of a padding mask the last columns would be the queries'
