@@ -386,6 +386,20 @@ WINDOWED = "sliding_window_overlay(sliding_window), causal"
 MADE = "= sliding_window_causal_mask_function(sliding_window)\n"
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_other_code_that_chooses_the_kind_of_checkpoints(use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ms-swift does for all callers."""
+    checkpoints = torch.utils.checkpoint
+    monkeypatch.setattr(
+        checkpoints,
+        "checkpoint",
+        lambda *args, original=checkpoints.checkpoint, **kwargs: original(
+            *args, **{**kwargs, "use_reentrant": use_reentrant}
+        ),
+    )
+    assert kernel_compat.install(unproven="allow").ok
+
+
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize(
     ("before", "after"),
