@@ -188,7 +188,7 @@ _ABOUT = (
     "",
     "Does the library notice a release that renames or changes what it depends on? `nox -s mutations` tries: in a copy of transformers one",
     "name or behaviour is changed, tiny models run there under `flash_attention_reference`, and their results are compared with those of",
-    "eager attention on the unchanged copy: padded, packed, cached, static caches, windows, generation, gradients.",
+    "eager attention on the unchanged copy: padded, packed, cached, static caches, windows, generation, gradients, compiled models.",
     "",
     "| verdict | |",
     "|---|---|",
