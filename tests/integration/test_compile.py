@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("installed_for_all")
 
 
 def compiled(model: Any) -> Any:
+    torch._dynamo.reset()  # the graphs of other tests count towards the limit of recompilations
     # This tests the graph; inductor would spend a minute on compiling C++ for it.
     return torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
 

@@ -400,7 +400,8 @@ def test_other_code_that_chooses_the_kind_of_checkpoints(use_reentrant: bool, mo
     assert kernel_compat.install(unproven="allow").ok
 
 
-@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow  # it edits masking_utils for the whole process, and leaves something behind
+@pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize(
     ("before", "after"),
     [
