@@ -400,8 +400,7 @@ def test_other_code_that_chooses_the_kind_of_checkpoints(use_reentrant: bool, mo
     assert kernel_compat.install(unproven="allow").ok
 
 
-@pytest.mark.slow  # it edits masking_utils for the whole process, and leaves something behind
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -427,11 +426,17 @@ def test_a_compiled_model_takes_no_name_for_granted(
 ) -> None:
     """Dynamo hides what mask functions enclose, so that they can't be tried within a graph."""
     masks = importlib.import_module("transformers.masking_utils")
+    modeling = importlib.import_module("transformers.models.mistral.modeling_mistral")
+    with kernel_compat.installed(unproven="allow"):
+        pass  # what it imports would keep the edited functions
     source = inspect.getsource(masks)
     assert before in source
-    for name, value in {**vars(masks)}.items():
-        monkeypatch.setattr(masks, name, value)  # restored afterwards
+    makers = [name for name, value in vars(modeling).items() if vars(masks).get(name) is value]
+    for module, names in ((masks, [*vars(masks)]), (modeling, makers)):
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name))  # restored afterwards
     exec(compile(source.replace(before, after), str(masks.__file__), "exec", dont_inherit=True), vars(masks))
+    vars(modeling).update({name: getattr(masks, name) for name in makers})
     again = mask_functions.constant(mask_functions._misleads.__wrapped__)  # type: ignore[attr-defined]
     monkeypatch.setattr(mask_functions, "_misleads", again)
     kernel_compat.install(unproven="allow")
