@@ -223,14 +223,23 @@ class Sources:
         owner, _, name = attribute.rpartition(".")
         for maker in ("__init__", "__post_init__"):
             for found in self._look(module, (*owner.split("."), maker)):
-                home, _, path = found.home.partition(":")
-                scope = self._module(home) if home in self._files else None
-                for part in path.split(".") if scope else ():
-                    definition = scope and next((b.definition for b in _reaching(scope, part) if b.definition), None)
-                    scope = scope.inner(definition) if scope and definition else None
-                if scope and any(_sets(node, name) for node in ast.walk(scope.node)):
+                if any(_sets(node, name) for node in ast.walk(self._definition(found.home))):
                     return True
         return False
+
+    def _definition(self, home: str) -> ast.AST:
+        """The class or function at a place; an empty module if the source doesn't show it."""
+        module, _, path = home.partition(":")
+        nothing = ast.Module([], [])
+        if module not in self._files:
+            return nothing
+        scope = self._module(module)
+        for part in path.split("."):
+            definition = next((one.definition for one in _reaching(scope, part) if one.definition), None)
+            if definition is None:
+                return nothing
+            scope = scope.inner(definition)
+        return scope.node
 
     def _exports(self, module: str, name: str) -> bool:
         """Whether ``from module import *`` imports a name that the module has."""

@@ -91,12 +91,16 @@ class Seam:
         Raises:
             Exception: whatever the import of the module, or the attribute of an owner, raises.
         """
+        owner = self._owner()
+        value = getattr(owner, self.name)
+        own = value if self.inherited or not self.replaced else ABSENT
+        return owner, getattr(owner, "__dict__", {}).get(self.name, own)
+
+    def _owner(self) -> Any:
         owner: Any = importlib.import_module(self.module)
-        *parents, name = self.attribute.split(".")
-        for part in parents:
+        for part in self.attribute.split(".")[:-1]:
             owner = getattr(owner, part)
-        value = getattr(owner, name)
-        return owner, getattr(owner, "__dict__", {}).get(name, value if self.inherited or not self.replaced else ABSENT)
+        return owner
 
     @property
     def expected(self) -> str:
@@ -147,8 +151,8 @@ class Read(Seam):
         try:
             return super().find()
         except AttributeError:
-            owner, setter = _setter_of(self)
-            if setter is None:
+            owner = self._owner()
+            if (setter := _setter_of(owner, self.name)) is None:
                 raise
             return owner, setter
 
@@ -175,17 +179,14 @@ class Read(Seam):
         return f"a parameter {new[0]}, which is unknown" if new else None
 
 
-def _setter_of(read: Read) -> tuple[Any, Any]:
-    """The class of an attribute, and the function that sets it as instances are made; None if no function does."""
-    owner: Any = importlib.import_module(read.module)
-    for part in read.attribute.split(".")[:-1]:
-        owner = getattr(owner, part)
+def _setter_of(owner: Any, name: str) -> FunctionType | None:
+    """The function of a class that sets an attribute as instances are made; None if no function does."""
     for ancestor in getattr(owner, "__mro__", ()):
         for made_by in ("__init__", "__post_init__"):
             for function in _functions_in(vars(ancestor).get(made_by)):
-                if any(i.opname == "STORE_ATTR" and i.argval == read.name for i in dis.get_instructions(function)):
-                    return owner, function
-    return owner, None
+                if any(i.opname == "STORE_ATTR" and i.argval == name for i in dis.get_instructions(function)):
+                    return function
+    return None
 
 
 def _functions_in(function: Any) -> Iterator[FunctionType]:
