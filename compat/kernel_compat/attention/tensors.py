@@ -68,7 +68,11 @@ def require(holds: Tensor, message: str, wait: bool = False) -> None:
 
 
 def require_readable(roles: Iterable[Role], values: Iterable[Any]) -> None:
-    """Check that the tensors among the values of roles can be read. ``torch.func.vmap`` hides those that it maps over.
+    """Check that ``torch.func.vmap`` maps over none of these values: it hides the values of a tensor that it maps over.
+
+    Args:
+        roles: the role of each value, for the message.
+        values: tensors, or anything else.
 
     Raises:
         UnsupportedFeatureError: it maps over one of them.

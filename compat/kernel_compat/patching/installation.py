@@ -320,7 +320,7 @@ class Installation:
         return Report(environment, self.active, tuple(entries))
 
 
-#: What shims protect that can't be loaded: nothing says what it is.
+#: What is refused without a shim that can't be loaded. Its `protects` can't be read, so everything is.
 _EVERYTHING = "attention under registered names"
 
 

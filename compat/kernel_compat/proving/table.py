@@ -1,4 +1,6 @@
-"""The table of proofs that ships with the library. For each release and model type of transformers it has the cases that aren't equal, and those that ran.
+"""The table of proofs that ships with the library.
+
+For each release of transformers and each model type it has the cases whose results aren't equal to eager attention's, and the cases that ran.
 
 In the file, a type has one entry for consecutive releases alike: ``{"llama": {"4.54-5.23": {}}}``, with the cases that aren't equal
 by verdict. ``ran`` has, for the releases of which it is known, the cases that ran of each class, as the number of an entry in
