@@ -21,7 +21,6 @@ from kernel_compat.attention.names import AttentionName
 from kernel_compat.attention.roles import (
     ATTENTIONS,
     CAUSALITY,
-    IMPLEMENTATION,
     LENGTHS,
     LOCAL_WINDOW,
     MASK,
@@ -29,6 +28,7 @@ from kernel_compat.attention.roles import (
     SINKS,
     SOFTCAP,
     WINDOW,
+    implementation_of,
 )
 from kernel_compat.choosing.flash_flags import is_base
 from kernel_compat.errors import AttentionRefusedError, UnsupportedFeatureError
@@ -134,7 +134,7 @@ def attend(query: Any, key: Any, value: Any, arguments: dict[str, Any]) -> Any:
         A tensor of shape (batch, length, heads, head_dim); None if no module is running under a registered name.
     """
     module = _running.module
-    entry = None if module is None else resolve(IMPLEMENTATION.attribute_of(module.config))
+    entry = resolve(implementation_of(module))
     if entry is None:
         return None
     require_whole_sequences(entry)
@@ -199,7 +199,7 @@ def _recorded(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        entry = resolve(IMPLEMENTATION.attribute_of(getattr(self, "config", None)))
+        entry = resolve(implementation_of(self))
         if entry is None:
             return forward(self, *args, **kwargs)
         if ATTENTIONS.of(kwargs):

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from kernel_compat.attention.defaults import resolve
-from kernel_compat.attention.roles import ATTENTIONS, IMPLEMENTATION, READ
+from kernel_compat.attention.roles import ATTENTIONS, READ, implementation_of
 from kernel_compat.choosing.layers import require_declared, require_layers
 from kernel_compat.errors import SeamError, UnsupportedFeatureError
 from kernel_compat.patching.seam import Seam
@@ -38,7 +38,7 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
             called.add(model)
             _wrap_checkpoints(model)  # those from before the installation
         _mixers().patch(model)
-        entry = resolve(_name_of(model))
+        entry = resolve(implementation_of(model))
         if entry is not None and entry.forward is None:
             _refuse_attention_weights(model, entry.name, ATTENTIONS.of(arguments))
             require_readable(READ, (role.of(arguments) for role in READ))
@@ -51,7 +51,7 @@ def _under_one_name(original: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
     def check(model: Any, before: Any, cause: Exception | None = None) -> None:
-        now = _name_of(model)
+        now = implementation_of(model)
         if now != before and (resolve(before) or resolve(now)):
             raise ValueError(
                 f"the attention of {type(model).__name__} was changed from {before!r} to {now!r} during its forward, whose masks "
@@ -62,7 +62,7 @@ def _under_one_name(original: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        name = _name_of(self)
+        name = implementation_of(self)
         try:
             outputs = original(self, *args, **kwargs)
         except Exception as error:
@@ -72,10 +72,6 @@ def _under_one_name(original: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return __call__
-
-
-def _name_of(model: Any) -> Any:
-    return IMPLEMENTATION.attribute_of(getattr(model, "config", None))
 
 
 def _wrap_checkpoints(model: Any) -> None:
@@ -114,7 +110,7 @@ def _post_init(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def post_init(self: Any, *args: Any, **kwargs: Any) -> Any:
         _mixers().patch(self)  # before the first call, which torch.compile may be tracing
-        entry = resolve(_name_of(self))
+        entry = resolve(implementation_of(self))
         if entry is not None:
             require_declared(self, entry)
         if entry is not None and entry.forward is None:

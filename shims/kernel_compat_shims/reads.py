@@ -74,14 +74,8 @@ def _masks(versions: str, function: str) -> Read:
 
 _OF_MASKS = ("config", MASK_EMBEDDINGS, MASK, CACHE, POSITIONS)
 _MORE_OF_MASKS = (
-    *(
-        *CACHE_POSITIONS.spellings,
-        *LAYER_INDEX.spellings,
-        "or_mask_function",
-        "and_mask_function",
-        "block_sequence_ids",
-    ),
-    "allow_is_causal_skip",
+    *(*CACHE_POSITIONS.spellings, *LAYER_INDEX.spellings),
+    *("or_mask_function", "and_mask_function", "block_sequence_ids", "allow_is_causal_skip"),
 )
 _OF_LAYERS = ("module", "query", "key", "value", MASK, SCALE, "dropout")
 
@@ -111,8 +105,7 @@ SHIMS = (
         seams=(
             _read(
                 "transformers.integrations.flash_attention:flash_attention_forward",
-                *_OF_LAYERS,
-                *(WINDOW, SOFTCAP),
+                *(*_OF_LAYERS, WINDOW, SOFTCAP),
                 known=ATTENTION_ARGUMENTS | {"kwargs"},
             ),
             _read(

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any
 
 from kernel_compat.attention.defaults import resolve
-from kernel_compat.attention.roles import IMPLEMENTATION, POSITIONS, QUERY_OFFSETS
+from kernel_compat.attention.roles import POSITIONS, QUERY_OFFSETS, implementation_of
 from kernel_compat.environment import Environment
 from kernel_compat.errors import KernelUnavailableError
 from kernel_compat.kernels import known_kernels
@@ -47,7 +47,7 @@ def _refuse_to_prompt(prompt: str) -> str:
 def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if resolve(IMPLEMENTATION.attribute_of(self.config)) is None:
+        if resolve(implementation_of(self)) is None:
             return original(self, *args, **kwargs)
         # For a model with this flag upstream makes up cu_seq_lens_*.
         without = [Change(vars(self), "_supports_attention_backend", False)]

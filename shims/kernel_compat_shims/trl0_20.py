@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from kernel_compat.attention.roles import IMPLEMENTATION
+from kernel_compat.attention.roles import implementation_of
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
 
@@ -25,7 +25,7 @@ def _init(original: Any) -> Callable[..., Any]:
         original(self, model, args, data_collator, *more, **kwargs)
         # One that the user has passed is used as it is.
         own = data_collator is None and type(self.data_collator) is collator
-        if own and has_varlen_kernel(IMPLEMENTATION.attribute_of(self.model.config)):
+        if own and has_varlen_kernel(implementation_of(self.model)):
             self.data_collator.return_position_ids = True
 
     return __init__

@@ -155,11 +155,12 @@ def _setting(module: torch.nn.Module, argument: Role, value: Any, default: float
     """
     if not isinstance(value, _Omitted):  # by its type: Dynamo can't compare a symbolic number with an object
         return value
-    own = LAYER_SETTINGS[argument].attribute_of(module)
+    attribute = LAYER_SETTINGS[argument]
+    own = attribute.attribute_of(module)
     if own is not None and (default is None or own != default):
         raise ValueError(
-            f"{type(module).__name__} has an attribute {LAYER_SETTINGS[argument].named()!r}, but passes no {argument.named()!r} to its attention: nothing "
-            "says whether the scores need it. Pass it, if only as None, or set the attribute to None"
+            f"{type(module).__name__} has an attribute {attribute.named()!r}, but passes no {argument.named()!r} to its "
+            "attention: nothing says whether the scores need it. Pass it, if only as None, or set the attribute to None"
         )
     return None
 

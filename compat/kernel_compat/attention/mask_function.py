@@ -311,21 +311,26 @@ def _misleads(of: type) -> str:
 
 
 def _trials(name: str) -> Iterator[dict[str, Any]]:
-    """The arguments that a maker of masks passes to the function of an attention name: without padding and with it, and with a model's own pattern."""
+    """The arguments that a maker of masks passes to a mask function, on the CPU.
+
+    There are four calls: without padding and with it, each without and with a pattern of the model's own.
+    """
     masks, calls = importlib.import_module(_MASKS), list[dict[str, Any]]()
     if not hasattr(masks, name):  # of later releases
         return
     made = inspect.unwrap(getattr(masks, name))
-    own = {**vars(masks), "ALL_MASK_ATTENTION_FUNCTIONS": {"eager": lambda **passed: calls.append(passed)}}
-    make = FunctionType(made.__code__, own, None, made.__defaults__, made.__closure__)
+    table = {"eager": lambda **passed: calls.append(passed)}
+    names = {**vars(masks), "ALL_MASK_ATTENTION_FUNCTIONS": table}
+    make = FunctionType(made.__code__, names, None, made.__defaults__, made.__closure__)
     make.__kwdefaults__ = made.__kwdefaults__
     parameters = inspect.signature(made).parameters
     config = importlib.import_module("transformers").PretrainedConfig()
     if "chunk" in name:
         setattr(config, CHUNK.named(), 8)
     vars(config).update({WINDOW.named(): 2, f"{IMPLEMENTATION.named()}_internal": "eager"})
-    given = {MASK_EMBEDDINGS: torch.zeros(1, 4, 1), CACHE_POSITIONS: torch.arange(4), CACHE: None, POSITIONS: None}
-    for mask, own in itertools.product((None, torch.ones(1, 4, dtype=torch.bool)), (None, _near)):
+    embeddings, positions = torch.zeros(1, 4, 1, device="cpu"), torch.arange(4, device="cpu")
+    given = {MASK_EMBEDDINGS: embeddings, CACHE_POSITIONS: positions, CACHE: None, POSITIONS: None}
+    for mask, own in itertools.product((None, torch.ones(1, 4, dtype=torch.bool, device="cpu")), (None, _near)):
         values = {MASK: mask, **given}.items()
         passed = {spelling: value for role, value in values if (spelling := role.spelled(parameters))}
         make(config=config, **passed, **({} if own is None else {"and_mask_function": own}))

@@ -58,6 +58,7 @@ __all__ = [
     "Role",
     "cache_of",
     "cache_returned",
+    "implementation_of",
     "is_cache",
     "is_layer_cache",
     "layer_cache_of",
@@ -199,6 +200,11 @@ def _is_compiling() -> bool:
     import torch  # here: shims declare roles without torch
 
     return bool(torch.compiler.is_compiling())
+
+
+def implementation_of(owner: Any) -> Any:
+    """The attention name in the config of a model or layer; None if it has none."""
+    return IMPLEMENTATION.attribute_of(getattr(owner, "config", None))
 
 
 def is_cache(value: Any) -> bool:

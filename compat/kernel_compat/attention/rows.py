@@ -18,14 +18,7 @@ from ..kernels.indices import sequence_numbers, true_first
 from ..kernels.memo import fixed_shapes
 from .boundaries import Sequences, offsets_on_host
 from .forward_context import ForwardContext, within
-from .roles import (
-    CACHE_POSITIONS,
-    LENGTHS,
-    SEQUENCES,
-    USE_CACHE,
-    is_layer_cache,
-    layer_cache_of,
-)
+from .roles import CACHE_POSITIONS, LENGTHS, SEQUENCES, USE_CACHE, is_layer_cache, layer_cache_of
 
 __all__ = ["RowCall", "Rows", "packed_rows", "padded_rows"]
 

@@ -14,7 +14,6 @@ from ..attention.roles import (
     ALIBI,
     CAUSALITY,
     CHUNK,
-    IMPLEMENTATION,
     LAYER_SINKS,
     LAYER_TYPES,
     LONGEST,
@@ -22,6 +21,7 @@ from ..attention.roles import (
     SUPPORTS_SDPA,
     USES_WINDOW,
     WINDOW,
+    implementation_of,
 )
 
 __all__ = ["beyond_causal_attention", "has_no_attention", "implementations", "is_encoder", "needs", "slides"]
@@ -108,7 +108,7 @@ def _modules(model: Any) -> Iterable[Any]:
 
 
 def _implementation(module: object) -> str | None:
-    name = IMPLEMENTATION.attribute_of(getattr(module, "config", None))
+    name = implementation_of(module)
     return name if isinstance(name, str) else None
 
 

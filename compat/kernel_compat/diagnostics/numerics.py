@@ -15,14 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from ..attention.defaults import Report, installed, registered_attention, status
-from ..attention.roles import (
-    LENGTHS,
-    POSITIONS,
-    SINKS,
-    SOFTCAP,
-    WINDOW,
-    Role,
-)
+from ..attention.roles import LENGTHS, POSITIONS, SINKS, SOFTCAP, WINDOW, Role
 from ..choosing.capabilities import kernel_of
 from ..choosing.torch_backend import use_torch_flash_backend
 from ..environment import Environment

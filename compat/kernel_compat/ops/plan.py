@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.roles import IMPLEMENTATION
+from ..attention.roles import implementation_of
 from ..choosing.capabilities import is_over_ranks
 from ..environment import Environment
 from ..errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
@@ -189,13 +189,13 @@ class Plan:
         self.changes += changes
         for change in changes:
             change.before = change.replacement = change.current
-        before = IMPLEMENTATION.attribute_of(self.model.config)
+        before = implementation_of(self.model)
         try:
             self.model.set_attn_implementation(name)
         finally:
             for change in changes:
                 change.replacement = change.current
-        if IMPLEMENTATION.attribute_of(self.model.config) == before != name:  # transformers logs a warning alone
+        if implementation_of(self.model) == before != name:  # transformers logs a warning alone
             raise UnsupportedFeatureError(
                 f"{type(self.model).__name__}, in which transformers sets no other attention",
                 f"attn_implementation={name!r}",

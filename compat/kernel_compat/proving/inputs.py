@@ -13,13 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.roles import (
-    CACHE,
-    DECODER_TOKENS,
-    EMBEDDINGS,
-    ENCODER_DECODER,
-    TOKENS,
-)
+from ..attention.roles import CACHE, DECODER_TOKENS, EMBEDDINGS, ENCODER_DECODER, TOKENS
 
 __all__ = [
     "BATCH",

@@ -16,14 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention.roles import (
-    DECODER_TOKENS,
-    MASK,
-    POSITIONS,
-    TOKENS,
-    USE_CACHE,
-    Role,
-)
+from ..attention.roles import DECODER_TOKENS, MASK, POSITIONS, TOKENS, USE_CACHE, Role
 from ..errors import KernelCompatError
 from ..kernels import Functions, Kernel
 from ..versions import within
@@ -93,18 +86,19 @@ class CountedKernel:
         self._features = original.features
         counted = (None if function is None else self._count(function) for function in functions)
         self._functions = Functions(*counted)  # type: ignore[arg-type]
-        self._load(self._functions._replace(masked_attention=None))
+        self._load(masks=False)
 
     @contextmanager
     def with_masks(self) -> Iterator[None]:
         """Compute masks of any kind as well, within the block."""
-        self._load(self._functions)
+        self._load(masks=True)
         try:
             yield
         finally:
-            self._load(self._functions._replace(masked_attention=None))
+            self._load(masks=False)
 
-    def _load(self, functions: Functions) -> None:
+    def _load(self, masks: bool) -> None:
+        functions = self._functions if masks else self._functions._replace(masked_attention=None)
         self.kernel.preload(self._features, functions)
 
     def _count(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,14 +13,7 @@ from torch import Tensor
 from ...errors import UnsupportedFeatureError
 from ...kernels.memo import fixed_shapes, memoised
 from ..call import check_heads, unsupported_argument
-from ..roles import (
-    BIAS,
-    CAUSALITY,
-    KEY_OFFSETS,
-    POSITIONS,
-    QUERY_OFFSETS,
-    SINKS,
-)
+from ..roles import BIAS, CAUSALITY, KEY_OFFSETS, POSITIONS, QUERY_OFFSETS, SINKS
 from ..tensors import require
 from .all_to_all import all_to_all
 

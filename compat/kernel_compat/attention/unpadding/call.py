@@ -17,13 +17,7 @@ from ...patching.wrapping import functions_beneath
 from ..boundaries import Sequences, find_packing, restarts_of
 from ..defaults import resolve
 from ..forward_context import ForwardContext, arguments_by_name, current_context, parameter_names
-from ..roles import (
-    ENCODER_DECODER,
-    IMPLEMENTATION,
-    LABELS,
-    TARGETS,
-    USE_CACHE,
-)
+from ..roles import ENCODER_DECODER, IMPLEMENTATION, LABELS, TARGETS, USE_CACHE
 from ..tensors import constant, offsets_of, require
 from .batch import Unpadding
 from .layers import structure_of
