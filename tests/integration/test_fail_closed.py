@@ -102,12 +102,14 @@ def renaming(original: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Uninstalls before `monkeypatch` takes back what the library was installed on."""
     kernel_compat.uninstall()
     kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
     yield
-    kernel_compat.uninstall()
+    left = kernel_compat.uninstall().left_alone
     kernel_compat.unregister_attention(NAME)
+    assert not left  # tests after this one would find them
 
 
 def model(attention: str = NAME) -> Any:
