@@ -54,6 +54,8 @@ ON_TRANSFORMERS = (
     "tests/integration/test_loading.py",
     "tests/integration/test_own_forward.py",
     "tests/integration/test_padding_free.py",
+    "tests/ops/test_padding_free.py",
+    "tests/prove/test_padding_free.py",
     "tests/integration/test_upstream_failures.py",
 )
 
@@ -74,8 +76,14 @@ MUTATED = [
 #: The dependencies of the tests of the library, of the atlas and of the matrix.
 GROUPS = ("--group", "test", "--group", "atlas", "--group", "matrix")
 
+#: The packages beside the library that its tests need, too.
+NEIGHBOURS = ("--editable", "compat/doctor", "--editable", "compat/ops", "--editable", "compat/prove")
+
 #: The matrix with the extras that its tests need, and the atlas that it needs.
-MATRIX = ("--editable", "atlas", "--editable", "matrix[postgres,service,tox]")
+MATRIX = (*NEIGHBOURS, "--editable", "atlas", "--editable", "matrix[postgres,service,tox]")
+
+#: The folders of tests of the library and of its neighbours.
+SUITES = ("tests/unit", "tests/integration", "tests/ops", "tests/prove", "tests/doctor")
 
 #: A second thread slows tiny models down. No test may access the hub. Where Python doesn't keep bytecode, each of the many
 #: processes compiles torch and transformers again, for 10 s.
@@ -88,7 +96,11 @@ def lint(session: nox.Session) -> None:
     session.install("--group", "lint")
     session.run("ruff", "format", "--check")
     session.run("ruff", "check")
-    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": "compat:shims:atlas:matrix"})
+    session.run(
+        "lint-imports",
+        "--no-cache",
+        env={"PYTHONPATH": "compat:compat/doctor:compat/ops:compat/prove:shims:atlas:matrix"},
+    )
     workflows = map(str, sorted(Path(".github/workflows").glob("*.yml")))
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
 
@@ -96,14 +108,16 @@ def lint(session: nox.Session) -> None:
 @nox.session(tags=["ci"])
 def types(session: nox.Session) -> None:
     """Mypy on the packages, the tests and this file; torch and transformers are not needed for it."""
-    session.install("--editable", ".", "--editable", "atlas", "--editable", "matrix[service,tox]", "--group", "types")
+    session.install(
+        "--editable", ".", *NEIGHBOURS, "--editable", "atlas", "--editable", "matrix[service,tox]", "--group", "types"
+    )
     session.run("mypy", *session.posargs)
 
 
 @nox.session(tags=["ci"])
 def docs(session: nox.Session) -> None:
     """The documentation as pages; a link that leads nowhere, or a generated part that is out of date, is an error."""
-    session.install("--editable", ".", "--group", "docs")
+    session.install("--editable", ".", *NEIGHBOURS, "--group", "docs")
     session.run("python", "docs/generate.py", "--check")
     session.run("mkdocs", "build", "--strict", "--site-dir", f"{session.create_tmp()}/site", *session.posargs)
 
@@ -111,14 +125,14 @@ def docs(session: nox.Session) -> None:
 @nox.session(tags=["ci"])
 def tests(session: nox.Session) -> None:
     """Unit and integration tests on the newest transformers and torch. Arguments after -- go to pytest."""
-    session.install("--editable", ".[gpu,transformers5-exp]", "--group", "test")
-    session.run("pytest", "-n", "2", "tests/unit", "tests/integration", *session.posargs, env=ENVIRONMENT)
+    session.install("--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "--group", "test")
+    session.run("pytest", "-n", "2", *SUITES, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(tags=["ci"])
 def atlas(session: nox.Session) -> None:
     """The tests of the atlas, without the matrix. Arguments after -- go to pytest."""
-    session.install("--editable", ".", "--editable", "atlas", "--group", "atlas")
+    session.install("--editable", ".", *NEIGHBOURS, "--editable", "atlas", "--group", "atlas")
     session.run("pytest", "-n", "2", "tests/atlas", *session.posargs, env=ENVIRONMENT)
 
 
@@ -130,23 +144,35 @@ def matrix(session: nox.Session) -> None:
 
 
 @nox.session(tags=["ci"])
+def packages(session: nox.Session) -> None:
+    """Builds and checks every distribution, and installs each from its files into an empty environment. Arguments after -- go to pytest."""
+    session.install("--group", "packages")
+    built = str(Path(session.create_tmp(), "dist").absolute())
+    session.run("uv", "build", "-q", "--all-packages", "--clear", "--out-dir", built)
+    session.run("twine", "check", "--strict", *map(str, sorted(Path(built).glob("kernel_compat*"))))
+    session.run("pytest", "tests/packages", *session.posargs, env={**ENVIRONMENT, "DISTRIBUTIONS": built})
+
+
+@nox.session(tags=["ci"])
 def examples(session: nox.Session) -> None:
     """The scripts in examples/ print what docs/examples.md shows. Arguments after -- go to pytest."""
-    session.install("--editable", ".[gpu,transformers5-exp]", "./examples/shim_package", "--group", "examples")
+    session.install(
+        "--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "./examples/shim_package", "--group", "examples"
+    )
     session.run("pytest", "tests/examples", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(name="cpu-matrix")
 def cpu_matrix(session: nox.Session) -> None:
     """The cells of the matrix that need no GPU. Arguments after -- go to `kernel-compat-matrix run`."""
-    session.install("--editable", ".", "--editable", "atlas", "--editable", "matrix")
+    session.install("--editable", ".", *NEIGHBOURS, "--editable", "atlas", "--editable", "matrix")
     session.run("kernel-compat-matrix", "run", *_on("cpu", session.posargs))
 
 
 @nox.session(name="gpu-matrix")
 def gpu_matrix(session: nox.Session) -> None:
     """The cells of the matrix that need a GPU. Arguments after -- go to `kernel-compat-matrix run`."""
-    session.install("--editable", ".", "--editable", "atlas", "--editable", "matrix")
+    session.install("--editable", ".", *NEIGHBOURS, "--editable", "atlas", "--editable", "matrix")
     visible = session.run(
         "python", "-c", "from compat_matrix.gpus import visible; print(*visible())", silent=True, stderr=None
     )
@@ -159,7 +185,7 @@ def gpu_matrix(session: nox.Session) -> None:
 @nox.parametrize("transformers", TRANSFORMERS)
 def versions(session: nox.Session, transformers: str) -> None:
     """The tests that tell one release of transformers from the next. Arguments after -- go to pytest."""
-    session.install("--editable", ".", *_pins(transformers, TORCH), "--group", "test")
+    session.install("--editable", ".", *NEIGHBOURS, *_pins(transformers, TORCH), "--group", "test")
     session.run("pytest", *ON_TRANSFORMERS, *session.posargs, env=ENVIRONMENT)
 
 
@@ -167,7 +193,7 @@ def versions(session: nox.Session, transformers: str) -> None:
 @nox.parametrize("torch, transformers", TORCHES)
 def torches(session: nox.Session, torch: str, transformers: str) -> None:
     """What depends on torch, `flash_attention_torch` above all, on one release of it. Arguments after -- go to pytest."""
-    session.install("--editable", ".[gpu]", *_pins(transformers, torch), "--group", "test")
+    session.install("--editable", ".[gpu]", *NEIGHBOURS, *_pins(transformers, torch), "--group", "test")
     session.run("pytest", *ON_TORCH, *session.posargs, env=ENVIRONMENT)
 
 
@@ -175,16 +201,24 @@ def torches(session: nox.Session, torch: str, transformers: str) -> None:
 @nox.parametrize("python, transformers", NIGHTLY)
 def nightly(session: nox.Session, transformers: str) -> None:
     """All tests, slow ones included, on one Python and one release of transformers. Arguments after -- go to pytest."""
-    suites = ["tests/unit", "tests/integration"]
+    suites = [*SUITES]
     if transformers == "lowest":
         oldest = next(iter(RELEASES["TORCH"]))
-        arguments = ["--resolution", "lowest-direct", "--editable", ".[gpu,transformers4]", "--group", "test"]
+        arguments = [
+            "--resolution",
+            "lowest-direct",
+            "--editable",
+            ".[gpu,transformers4]",
+            *NEIGHBOURS,
+            "--group",
+            "test",
+        ]
         session.install(*arguments, f"torch=={oldest}")  # also required by others, of which the newest would be taken
     elif transformers == "newest":
         session.install("--editable", ".[gpu,transformers5-exp]", *MATRIX, *GROUPS)
         suites += ["tests/atlas", "tests/matrix", "tests/mutations"]
     else:
-        session.install("--editable", ".", *_pins(transformers, TORCH), "--group", "test")
+        session.install("--editable", ".", *NEIGHBOURS, *_pins(transformers, TORCH), "--group", "test")
     session.run(
         "pytest", "-n", "2", "-m", "", *suites, *session.posargs, env={**ENVIRONMENT, "HYPOTHESIS_PROFILE": "nightly"}
     )
@@ -194,25 +228,23 @@ def nightly(session: nox.Session, transformers: str) -> None:
 @nox.parametrize("transformers", MUTATED)
 def mutations(session: nox.Session, transformers: str) -> None:
     """Is each change of a copy of transformers refused, red, or still right? Arguments after -- go to tests/mutations/run.py."""
-    session.install("--editable", ".", *_pins(transformers, TORCH), "--group", "test")
+    session.install("--editable", ".", *NEIGHBOURS, *_pins(transformers, TORCH), "--group", "test")
     session.run("python", "tests/mutations/run.py", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
 def downstream(session: nox.Session) -> None:
     """The frameworks on their published packages, cells of tests/downstream/axes.toml. Arguments after -- go to `kernel-compat-matrix run`."""
-    session.install("--editable", ".", "--editable", "atlas", "--editable", "matrix")
+    session.install("--editable", ".", *NEIGHBOURS, "--editable", "atlas", "--editable", "matrix")
     session.run("kernel-compat-matrix", "run", "--axes", "tests/downstream/axes.toml", *(session.posargs or ["--all"]))
 
 
 @nox.session
 def coverage(session: nox.Session) -> None:
     """Line coverage of the library and its shims by all tests on the newest releases; fails below the floor in pyproject.toml."""
-    session.install("--editable", ".[gpu,transformers5-exp]", "--group", "test", "--group", "coverage")
+    session.install("--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "--group", "test", "--group", "coverage")
     arguments = ["--cov", "--cov-report", "term:skip-covered", "--cov-report", "xml"]
-    session.run(
-        "pytest", "-n", "2", "-m", "", "tests/unit", "tests/integration", *arguments, *session.posargs, env=ENVIRONMENT
-    )
+    session.run("pytest", "-n", "2", "-m", "", *SUITES, *arguments, *session.posargs, env=ENVIRONMENT)
 
 
 def _on(device: str, arguments: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import kernel_compat
-from kernel_compat.proving.tiny import shrink
+from kernel_compat_prove.tiny import shrink
 
 NAME = "flash_attention_reference"
 

@@ -46,7 +46,7 @@ try:
     import torch
 
     from kernel_compat import ops
-    from kernel_compat.ops import registry
+    from kernel_compat_ops import registry
 except ImportError:  # --from needs neither
     if not any(argument.startswith("--from") for argument in sys.argv):
         raise

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import sys
-from collections.abc import Iterator
-from importlib import import_module
+from collections.abc import Iterable, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
-from pkgutil import iter_modules
 
-import kernel_compat_shims
 from kernel_compat import Features, Shim
 from kernel_compat.kernels import Limit, Provider
 from kernel_compat.kernels.catalog import CATALOG
+from kernel_compat.patching.shim import ENTRY_POINT_GROUP, discover
 from kernel_compat.releases import TORCH, TRANSFORMERS, minors
 
 ROOT = Path(__file__).parent.parent
+
+#: By path, as tests run this file.
+INSTALLS = runpy.run_path(str(ROOT / "docs" / "installs.py"))
 
 #: The layers of the library from top to bottom, in the order of the first import contract.
 ROOMS = re.findall(
@@ -38,20 +41,24 @@ def documents() -> Iterator[tuple[Path, str]]:
         "limits": f"\n{_limits()}\n",
         "shims": f"\n{_shims()}\n",
         "modules": f"\n{_modules()}\n",
+        "before": "" if INSTALLS["PUBLISHED"] else INSTALLS["BEFORE"],
+        "address": ""
+        if INSTALLS["PUBLISHED"]
+        else " `KERNEL_COMPAT` is [the address of its repository](installing.md).",
     }
-    for name in ("README.md", "docs/kernels.md", "docs/shims.md", "docs/architecture.md"):
-        path = ROOT / name
-        text = path.read_text(encoding="utf-8")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = INSTALLS["installs"](path.read_text(encoding="utf-8"))
         for marker, part in parts.items():
             text = re.sub(rf"(<!-- {marker} -->).*?(<!-- / -->)", rf"\g<1>{part}\g<2>", text, flags=re.DOTALL)
         yield path, text
 
 
 def shims() -> list[Shim]:
-    """Every shim of `kernel_compat_shims`, in the order of the modules."""
-    names = sorted(module.name for module in iter_modules(kernel_compat_shims.__path__) if module.name[0] != "_")
-    modules = [import_module(f"kernel_compat_shims.{name}") for name in names]
-    return [shim for module in modules for shim in (getattr(module, "SHIMS", None) or (module.SHIM,))]
+    """Every shim of the library and its neighbours, in the order of their names."""
+    points = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.module.startswith("kernel_compat_")]
+    found, broken = discover(points)
+    assert not broken, broken
+    return found
 
 
 def _range(releases: dict[str, str]) -> str:
@@ -134,17 +141,25 @@ def _difference(package: Provider, limit: Limit) -> str:
 
 
 def _modules() -> str:
-    """Every module of the library with the first line of its docstring, by layer from the top."""
-    library = ROOT / "compat" / "kernel_compat"
+    """Every module of the library, by layer from the top, and of its neighbours, with the first line of its docstring."""
+    compat = ROOT / "compat"
     lines = ["| module | contents |", "|---|---|"]
+    for neighbour in sorted(compat.glob("*/kernel_compat_*")):
+        lines += _rows(neighbour.rglob("*.py"), neighbour.parent)
+    library = compat / "kernel_compat"
     for room in ROOMS:
-        found = sorted((library / room).rglob("*.py")) if (library / room).is_dir() else [library / f"{room}.py"]
-        for path in sorted(found, key=lambda path: (path.parent, path.stem != "__init__", path.stem)):
-            name = ".".join(path.relative_to(library).with_suffix("").parts)
-            first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
-            package = name.removesuffix(".__init__")
-            lines.append(f"| **`{package}`** | **{first}** |" if package != name else f"| `{name}` | {first} |")
+        lines += _rows(
+            (library / room).rglob("*.py") if (library / room).is_dir() else [library / f"{room}.py"], library
+        )
     return "\n".join(lines)
+
+
+def _rows(files: Iterable[Path], folder: Path) -> Iterator[str]:
+    for path in sorted(files, key=lambda path: (path.parent, path.stem != "__init__", path.stem)):
+        name = ".".join(path.relative_to(folder).with_suffix("").parts)
+        first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+        package = name.removesuffix(".__init__")
+        yield f"| **`{package}`** | **{first}** |" if package != name else f"| `{name}` | {first} |"
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_compat.ops.recognisers.experts import Experts, reference
+from kernel_compat_ops.recognisers.experts import Experts, reference
 
 
 def plain(*given: Any) -> Tensor:

@@ -23,9 +23,9 @@ from torch.distributed import _functional_collectives as functional
 from wrapped import CHUNKED, build
 
 import kernel_compat
-from kernel_compat import ops
+import kernel_compat_ops as ops
 from kernel_compat.models import liger_support
-from kernel_compat.ops.losses.causal import causal_loss
+from kernel_compat_ops.losses.causal import causal_loss
 
 SPREAD, OWN, UPSTREAM = "my_flash_spread", "my_flash_own", "their_attention"
 NORMS = ops.OpsConfig(rms_norm_implementation=PLAIN, cross_entropy_loss_implementation="chunk_loss")

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.nn.functional import layer_norm, silu
 
-from kernel_compat import ops
-from kernel_compat.ops.recognisers import balancing, norms, rotary
+import kernel_compat_ops as ops
+from kernel_compat_ops.recognisers import balancing, norms, rotary
 
 PLAIN = "plain_torch"
 

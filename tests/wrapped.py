@@ -11,8 +11,8 @@ from torch import Tensor, distributed
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from kernel_compat import ops
-from kernel_compat.ops.losses.lazy import LazyLogits
+import kernel_compat_ops as ops
+from kernel_compat_ops.losses.lazy import LazyLogits
 
 CHUNKED = ops.OpsConfig(cross_entropy_loss_implementation="chunk_loss")
 

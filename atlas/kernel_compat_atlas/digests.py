@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from kernel_compat.proving.published import PATH, digest_of, published, write
+from kernel_compat.proofs.published import PATH, digest_of, published, write
 from kernel_compat.releases import TRANSFORMERS
 from kernel_compat.versions import minor
 

@@ -6,6 +6,7 @@ __all__ = [
     "AttentionRefusedError",
     "KernelCompatError",
     "KernelUnavailableError",
+    "MissingExtraError",
     "SeamError",
     "UnknownNameError",
     "UnprotectedError",
@@ -35,6 +36,10 @@ class KernelUnavailableError(KernelCompatError, ImportError, ValueError):
         if install:
             message += f" {install}"
         super().__init__(message)
+
+
+class MissingExtraError(KernelCompatError, ImportError):
+    """A part of this library that is a package of its own isn't installed; the message has the command that installs it."""
 
 
 class UnsupportedFeatureError(KernelCompatError, ValueError):

@@ -110,7 +110,7 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
         _own_attention.prepare(type(self), entry.name)
         entry.kernel.load()
         if entry.forward is None:  # a user's own forward is not the library's to prove
-            from kernel_compat.proving.loading import require_padding_free, require_proof
+            from kernel_compat.proofs.gate import require_padding_free, require_proof
 
             require_proof(self, entry.name, unproven())
             is_of_tokens = self.main_input_name in TOKENS.spellings and not ENCODER_DECODER.attribute_of(self.config)

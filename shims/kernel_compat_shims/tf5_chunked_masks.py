@@ -10,7 +10,7 @@ from typing import Any
 
 from kernel_compat.attention.defaults import resolve
 from kernel_compat.attention.roles import IMPLEMENTATION
-from kernel_compat.ops.rewriting import with_globals
+from kernel_compat.patching.rewriting import with_globals
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import pickle
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,133 +14,25 @@ import pytest
 import torch
 import transformers
 from any_layer import pair, there
-from tiny import NAME, OPS_MODELS, SHAPE, TRANSFORMERS, VOCAB, distance, gradients, modernbert
+from padded import (
+    LENGTH,
+    ROWS,
+    batch,
+    every,
+    llama,
+    models,
+    outputs,
+    targets,
+    used,
+)
+from tiny import NAME, TRANSFORMERS, VOCAB, distance, gradients
 from torch import Tensor
 
 import kernel_compat
-from kernel_compat import ops
-from kernel_compat.attention.unpadding import layers
-from kernel_compat.attention.unpadding.call import FLAG, head_of
+from kernel_compat.attention.unpadding.call import FLAG
 from kernel_compat.models import padding_free
-from kernel_compat.proving import Outcome, Proof, loading
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
-
-ROWS, LENGTH = 3, 12
-BERT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-
-
-def config(name: str, **more: Any) -> Any:
-    return getattr(transformers, name)(**{**SHAPE, **more})
-
-
-def gpt2() -> Any:
-    shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
-    return transformers.GPT2Config(vocab_size=VOCAB, **shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-
-
-def opt() -> Any:
-    shape = {**BERT, "ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 128}
-    return transformers.OPTConfig(**{k: v for k, v in shape.items() if k != "intermediate_size"}, dropout=0.0)
-
-
-def bert(name: str, **more: Any) -> Any:
-    none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    return getattr(transformers, name)(**BERT, **none, **more)
-
-
-def llama(**more: Any) -> Any:
-    return config("LlamaConfig", **more)
-
-
-#: Classes and configs: learned and rotary positions, positions of the mask and of the tokens, windows, experts, mixers, poolers.
-MODELS: dict[str, tuple[str, Any]] = {
-    "llama": ("LlamaForCausalLM", llama),
-    "base": ("LlamaModel", llama),
-    "sequences": ("LlamaForSequenceClassification", llama),
-    "tokens": ("LlamaForTokenClassification", llama),
-    "gemma3": ("Gemma3ForCausalLM", lambda: config("Gemma3TextConfig", head_dim=16, sliding_window=5)),
-    "gpt2": ("GPT2LMHeadModel", gpt2),
-    "opt": ("OPTForCausalLM", opt),
-    "bert": ("BertModel", lambda: bert("BertConfig")),
-    "bert_masked": ("BertForMaskedLM", lambda: bert("BertConfig")),
-    "roberta": ("RobertaForMaskedLM", lambda: bert("RobertaConfig", pad_token_id=0)),
-    "modernbert": ("ModernBertForMaskedLM", modernbert),
-    "mixtral": ("MixtralForCausalLM", OPS_MODELS.get("mixtral")),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", OPS_MODELS.get("deepseek_v3")),
-    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", OPS_MODELS.get("qwen3_5_moe")),
-}
-
-
-def every(*left_out: str) -> pytest.MarkDecorator:
-    names = [
-        pytest.param(name, marks=there(kind), id=name) for name, (kind, _) in MODELS.items() if name not in left_out
-    ]
-    return pytest.mark.parametrize("name", names)
-
-
-def models(name: str) -> tuple[Any, Any]:
-    """A model with eager attention, and the same under a registered name."""
-    kind, made = MODELS[name]
-    try:
-        return pair(getattr(transformers, kind), made(), NAME)
-    except kernel_compat.UnsupportedFeatureError as error:  # BERT's attention of older releases
-        pytest.skip(str(error))
-
-
-def batch(side: str) -> dict[str, Tensor]:
-    """Ids and mask, padded on a side or between tokens."""
-    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
-    if side == "right":
-        mask[0, 7:] = mask[2, 11:] = 0
-    elif side == "left":
-        mask[0, :5] = mask[2, :1] = 0
-    else:
-        mask[0, 4:6] = mask[2, 10:] = 0
-    return {"input_ids": torch.randint(3, VOCAB, mask.shape).where(mask.bool(), 0), "attention_mask": mask}
-
-
-def targets(model: Any, given: dict[str, Tensor]) -> Tensor:
-    """Labels of the model's kind; none is padding's or follows padding, except that a target may be the first padding of a row."""
-    kind, mask = type(model).__name__, given["attention_mask"]
-    if "Sequence" in kind:
-        return torch.tensor([0, 1, 0])
-    labels = torch.randint(0, 2 if "Token" in kind else VOCAB, mask.shape).where(mask.bool(), -100)
-    if head_of(type(model)).predicts_next:
-        labels[:, 1:] = labels[:, 1:].where(mask[:, :-1].bool(), -100)
-        labels[2, 11:] = 5 if mask[2, 10] else -100
-    return labels
-
-
-@contextmanager
-def used(model: Any, times: int = 1, tokens: int | None = None) -> Iterator[None]:
-    """The model is padding-free in the block, and so many of its calls are computed without padding."""
-    with padding_free(model, tokens=tokens):
-        request = vars(model)[FLAG]
-        yield
-        assert request.packed == times
-    assert FLAG not in vars(model)
-    assert not hooks_of(model)
-
-
-def hooks_of(model: Any) -> list[Any]:
-    hooks = [hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
-    return [hook for hook in hooks if hook.__module__ == layers.__name__]
-
-
-def outputs(model: Any, given: dict[str, Tensor], **more: Any) -> Any:
-    return model(
-        **given,
-        output_hidden_states=True,
-        **({"use_cache": False} if "Qwen3_5" in type(model).__name__ else {}),
-        **more,
-    )
 
 
 def packs(name: str, side: str) -> bool:
@@ -306,22 +195,6 @@ def test_layers_see_real_tokens_alone(name: str) -> None:
     assert seen == dict.fromkeys(parts, real)
 
 
-def test_the_loss_of_hidden_states() -> None:
-    """chunk_loss sees real tokens alone; its lazy logits are the padded batch's."""
-    eager, ours = models("llama")
-    given = batch("right")
-    labels = targets(eager, given)
-    expected = eager(**given, labels=labels)
-    ops.apply_ops(ours, ops.OpsConfig(cross_entropy_loss_implementation="chunk_loss"))
-    with used(ours):
-        found = ours(**given, labels=labels)
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
-    assert found.logits.hidden_states.shape[:2] == (1, int(given["attention_mask"].sum()))
-    logits, real = found.logits.compute(), given["attention_mask"].bool()
-    assert distance(logits[real], expected.logits[real]) < 1e-5
-    assert not logits[~real].any()
-
-
 class TestShapesThatAreAlike:
     """Shapes alone don't tell packed tokens from the padded batch, or from other outputs."""
 
@@ -435,20 +308,6 @@ class TestArgumentsOfTheHead:
             for labels in (given["input_ids"][:1], given["input_ids"][:, :9]):
                 with pytest.raises((ValueError, IndexError), match="batch_size|size"):
                     ours(**given, labels=labels)
-
-    def test_lazy_logits_of_the_padded_batch(self) -> None:
-        """The head gets the padded batch, of which only the last columns have labels."""
-        eager, ours = models("llama")
-        ops.apply_ops(ours, ops.OpsConfig(cross_entropy_loss_implementation="chunk_loss"))
-        given = batch("right")
-        labels = given["input_ids"][:, -8:].where(given["attention_mask"][:, -8:].bool(), -100)
-        expected = eager(**given, labels=labels, logits_to_keep=8)
-        with used(ours):
-            found = ours(**given, labels=labels, logits_to_keep=8)
-        torch.testing.assert_close(found.loss, expected.loss)
-        logits, real = found.logits.compute(), given["attention_mask"][:, -8:].bool()
-        assert distance(logits[real], expected.logits[real]) < 1e-5
-        assert not logits[~real].any()
 
 
 class Wrapper(torch.nn.Module):
@@ -834,92 +693,6 @@ class TestRefused:
         with padding_free(ours), pytest.raises(kernel_compat.UnsupportedFeatureError, match="it gets others"):
             ours(**batch("right"))
         handle.remove()
-
-
-class Mixing(transformers.LlamaForCausalLM):
-    """A model that mixes the tokens of a row between its layers."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.model.layers[-1].register_forward_pre_hook(mix)
-
-
-def mix(layer: Any, args: Any) -> Any:
-    return (args[0] + args[0].roll(1, 1), *args[1:])
-
-
-class TestProofs:
-    @pytest.fixture(autouse=True)
-    def fresh(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(loading, "_proofs", {})
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.delenv("KERNEL_COMPAT_UNPROVEN")  # the tests' own proves nothing
-
-    @pytest.mark.slow
-    def test_a_type_is_proven_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        _, ours = pair(transformers.LlamaForCausalLM, llama(), NAME)
-        with padding_free(ours):
-            pass
-        (kept,) = (tmp_path / "kernel-compat" / "proofs").glob("*-padding-free.json")
-        proof = Proof.from_json(json.loads(kept.read_text()))
-        assert [(o.case, o.verdict) for o in proof.outcomes] == [("padding_free", "equal")]
-        monkeypatch.setattr(loading, "_proofs", {})
-        monkeypatch.setattr(loading, "prove_here", None)
-        with padding_free(ours):
-            pass
-
-    def test_a_type_that_differs_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from kernel_compat.proving import prove_config
-
-        monkeypatch.setattr(
-            loading,
-            "prove_here",
-            lambda owner, config, free: prove_config(config, owner, ["padding_free"] if free else ["plain"]),
-        )
-        _, ours = pair(Mixing, llama(), NAME)
-        with pytest.raises(kernel_compat.UnsupportedFeatureError, match=r"Mixing.*padding_free refuses it"):
-            padding_free(ours)
-        assert FLAG not in vars(ours)
-        kernel_compat.register_attention("free_flash", "flash_attention_reference", padding_free=True)
-        try:
-            with pytest.raises(kernel_compat.UnsupportedFeatureError, match="Mixing"):
-                pair(Mixing, llama(), "free_flash")
-            eager, ours = pair(transformers.LlamaForCausalLM, llama(), "free_flash")
-            given = batch("right")
-            real = given["attention_mask"].bool()
-            logits = ours(**given).logits
-            assert distance(logits[real], eager(**given).logits[real]) < 1e-5
-            assert not logits[~real].any()
-        finally:
-            kernel_compat.unregister_attention("free_flash")
-
-    def test_answers_to_questions_are_refused(self) -> None:
-        """Their loss is over all columns, padding included."""
-        from kernel_compat.proving import prove_config
-
-        (found,) = prove_config(llama(), transformers.LlamaForQuestionAnswering, ["padding_free"]).outcomes
-        assert found.verdict == "refused"
-
-    def test_heads_of_sequences_are_proven(self) -> None:
-        from kernel_compat.proving import prove_config
-
-        (found,) = prove_config(llama(), transformers.LlamaForSequenceClassification, ["padding_free"]).outcomes
-        assert found.verdict == "equal"
-
-    def test_a_type_without_a_proof(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        proof = Proof("llama", str(TRANSFORMERS), no_recipe="none")
-        monkeypatch.setattr(loading, "prove_here", lambda *_: proof)
-        _, ours = pair(transformers.LlamaForCausalLM, llama(), NAME)
-        with pytest.warns(UserWarning, match="isn't proven to compute the same without padding"):
-            padding_free(ours).undo()
-        monkeypatch.setenv("KERNEL_COMPAT_UNPROVEN", "refuse")
-        with pytest.raises(kernel_compat.UnsupportedFeatureError, match="no tiny model"):
-            padding_free(ours)
-        found = Outcome("LlamaForCausalLM", "padding_free", "not applicable", reason="it takes no tokens")
-        (key,) = loading._proofs
-        loading._proofs[key] = Proof("llama", str(TRANSFORMERS), (found,))
-        with pytest.raises(kernel_compat.UnsupportedFeatureError, match="it takes no tokens"):
-            padding_free(ours)
 
 
 def test_gradients_of_logits() -> None:

@@ -21,9 +21,11 @@ UNCHANGING = {"frozenset", "re.compile", "MappingProxyType", "TypeVar", "logging
 
 
 def mutable() -> Iterator[str]:
-    """The module-level objects of the library that can change, such as ``ops.registry.default``."""
-    for path in sorted(LIBRARY.rglob("*.py")):
-        module = ".".join(path.relative_to(LIBRARY).with_suffix("").parts)
+    """The module-level objects of the library and its neighbours that can change, such as ``kernel_compat_ops.registry.default``."""
+    folders = [LIBRARY, *(package.parent for package in LIBRARY.parent.glob("*/kernel_compat_*"))]
+    files = [(folder, path) for folder in folders for path in sorted(folder.rglob("*.py"))]
+    for root, path in files:
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
             if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
                 continue

@@ -20,7 +20,8 @@ import kernel_compat
 from kernel_compat import cli
 from kernel_compat.cli import tables
 from kernel_compat.policy import LADDER
-from kernel_compat.proving import table
+from kernel_compat.proofs import table
+from kernel_compat.versions import minor
 
 COMPAT = Path(kernel_compat.__file__).parents[1]
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -381,7 +382,7 @@ def test_explain_shows_the_ladder_with_a_reason_a_step(run: Cli) -> None:
 def test_explain_what_is_proven_of_a_model_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    release = table.minor(version("transformers"))
+    release = minor(version("transformers"))
     types = {
         "bert": {"refused": ["load"]},
         "clvp": {"no recipe": []},

@@ -776,7 +776,7 @@ class TestProvenWrong:
     @pytest.fixture(autouse=True)
     def _table(self, monkeypatch: pytest.MonkeyPatch) -> None:
         types = {"5.3": {"llama": {}, "gpt2": {"wrong": ["plain"]}}}
-        monkeypatch.setattr("kernel_compat.proving.table._table", lambda: types)
+        monkeypatch.setattr("kernel_compat.proofs.table._table", lambda: types)
 
     def test_names_of_transformers_own_stay(self) -> None:
         steps = {step.name: step for step in ladder(environment=self.HERE, model_type="gpt2")}

@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 import kernel_compat
+import kernel_compat_ops
+import kernel_compat_prove
 import kernel_compat_shims
 from kernel_compat.attention import roles
 from kernel_compat.attention.roles import CACHE, LENGTHS, MASK, POSITIONS, SINKS, Role
 
-LIBRARY, SHIMS = (Path(inspect.getfile(package)).parent for package in (kernel_compat, kernel_compat_shims))
+LIBRARY, OPS, PROVE, SHIMS = (
+    Path(inspect.getfile(package)).parent
+    for package in (kernel_compat, kernel_compat_ops, kernel_compat_prove, kernel_compat_shims)
+)
 
 #: But for words that have other meanings in most places: the last two are features of kernels.
 NAMES = {spelling for role in vars(roles).values() if isinstance(role, Role) for spelling in role.spellings} - {
@@ -37,11 +42,11 @@ EXEMPT = {
     LIBRARY / "attention" / "call.py": ("s_aux", ARGUMENTS),
     LIBRARY / "attention" / "varlen.py": ("block_table s_aux", ARGUMENTS),
     LIBRARY / "diagnostics" / "numerics.py": ("_attn_implementation num_key_value_groups", STAND_IN),
-    LIBRARY / "ops" / "losses" / "causal.py": ("labels shift_labels", ARGUMENTS),
-    LIBRARY / "ops" / "recognisers" / "balancing.py": ("attention_mask", RECOGNISED),
-    LIBRARY / "ops" / "recognisers" / "rotary.py": ("layer_types position_ids", RECOGNISED),
-    LIBRARY / "proving" / "recipes.py": ("layer_types", SIZES),
-    LIBRARY / "proving" / "tiny.py": (
+    OPS / "losses" / "causal.py": ("labels shift_labels", ARGUMENTS),
+    OPS / "recognisers" / "balancing.py": ("attention_mask", RECOGNISED),
+    OPS / "recognisers" / "rotary.py": ("layer_types position_ids", RECOGNISED),
+    PROVE / "recipes.py": ("layer_types", SIZES),
+    PROVE / "tiny.py": (
         "head_dim layer_types max_position_embeddings qk_head_dim sliding_window use_sliding_window",
         SIZES,
     ),
@@ -64,7 +69,7 @@ def exempt(path: Path) -> set[str]:
     return {name for place, (names, _) in EXEMPT.items() if place in (path, *path.parents) for name in names.split()}
 
 
-@pytest.mark.parametrize("root", [LIBRARY, SHIMS], ids=lambda root: root.name)
+@pytest.mark.parametrize("root", [LIBRARY, OPS, PROVE, SHIMS], ids=lambda root: root.name)
 def test_nothing_else_spells_the_names(root: Path) -> None:
     found = []
     for path in sorted(root.rglob("*.py")):

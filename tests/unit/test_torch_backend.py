@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
+from sites import Site
 from stand_in import cpu_flash_attention, fa4_lengths
 from tiny import distance
 from torch import Tensor
@@ -22,8 +23,6 @@ import kernel_compat
 from kernel_compat import Device, Environment, KernelUnavailableError, use_torch_flash_backend
 from kernel_compat.choosing.torch_backend import unavailable_because
 from kernel_compat.kernels import reference
-
-from .conftest import Site
 
 TORCH = Version(torch.__version__).release
 needs_activation = pytest.mark.skipif(TORCH < (2, 11), reason="torch 2.10 has no backend to activate")

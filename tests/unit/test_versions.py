@@ -12,11 +12,11 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from kernel_compat import Environment, Seam, Shim
-from kernel_compat.diagnostics.installs.distributions import Installed
 from kernel_compat.kernels.catalog import CATALOG
-from kernel_compat.ops.spec import KernelSpec
 from kernel_compat.patching.shim import discover
 from kernel_compat.versions import counted, minor, within
+from kernel_compat_doctor.distributions import Installed
+from kernel_compat_ops.spec import KernelSpec
 
 SHIMS = discover()[0]
 ROOT = Path(__file__).parents[2]

@@ -215,7 +215,7 @@ def step_of(name: str, environment: Environment, requires: Collection[str] = (),
     entry = registered_attention().get(bare)
     ours = owner_of(bare, environment) != "transformers"
     if ours and model_type is not None and release is not None and (entry is None or entry.forward is None):
-        from ..proving.table import wrong_cases  # here: the prover takes longer to import than the ladder
+        from ..proofs.table import wrong_cases
 
         if wrong := wrong_cases(model_type, str(release)):
             return Step(name, False, f"{model_type} is proven wrong under it: {', '.join(wrong)}")

@@ -13,25 +13,20 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
+from importlib.metadata import version
+from typing import cast
 
-from ..errors import UnknownNameError
+from ..errors import MissingExtraError, UnknownNameError
+from ..gates import COMMANDS, Command, entries, install_hint
 from .arguments import BadArgumentsError
-from .tables import console, plain
+from .tables import plain
 
 __all__ = ["main"]
 
-#: The module of each command in this package, and a line of help. A module is imported when its command is called. It has
-#: `add_arguments(parser)`, `find(arguments)` and `show(console, found)`. What `find` returns is the document that --json prints;
-#: where it isn't, `as_json(found)` makes it.
-COMMANDS = {
-    "check": "run every attention name on tiny problems and compare it with a reference",
-    "status": "the environment, the shims and the attention names; runs nothing",
-    "explain": "an attention name: its kernel, why it can or can't run here, and the names to fall back to",
-    "doctor": "installed extensions of torch that can't work here, why, and the commands that mend them",
-    "plan": "which attention a training run should load its model with, and why",
-    "ops": "the kernels that an OpsConfig can choose here, and their effect on a model",
-    "prove": "prove on tiny models that a registered name computes the same as eager attention",
-}
+#: The commands of this package, each a module that is a `gates.Command` and is imported when it is called.
+OWN = ("check", "status", "explain", "plan")
+#: The commands of neighbours, which `kernel-compat --help` has where they aren't installed, too.
+NEIGHBOURS = ("doctor", "ops", "prove")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser(words)
     arguments = parser.parse_args(words)
     command = arguments.command
+    if isinstance(command, str):
+        parser.error(command)
     # Packages may print on import; with --json, stdout has nothing but the JSON.
     with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
         for module in arguments.imports:
@@ -63,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.json:
             print(json.dumps(plain(document), indent=2, allow_nan=False))
         else:
-            command.show(console(), found)
+            command.show(found)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader closed the pipe, as `head` does. The interpreter's flush at exit must not fail either.
@@ -79,12 +76,22 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         description="Which attention implementations work in this environment, and why the others don't.",
         epilog="Exit codes: 0 everything usable is right; 1 something is wrong or failed; 2 bad arguments.",
     )
-    commands = parser.add_subparsers(metavar=" | ".join(COMMANDS), required=True)
-    for name, text in COMMANDS.items():
-        command = commands.add_parser(name, help=text)
-        if name not in words:  # saves the import
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    names = list(dict.fromkeys((*OWN, *NEIGHBOURS, *entries(COMMANDS))))
+    commands = parser.add_subparsers(metavar=" | ".join(names), required=True)
+    called = next((word for word in words if word in names), None)
+    for name in names:
+        if called not in (None, name):  # saves the import
+            commands.add_parser(name)
             continue
-        module = importlib.import_module(f".{name}", __name__)
+        try:
+            module = _command(name)
+        except Exception as error:  # not installed; or another project's, which may fail in any way
+            absent = commands.add_parser(name, help=str(error), add_help=False, prefix_chars="\0")
+            absent.add_argument("rest", nargs="*")
+            absent.set_defaults(command=f"{name}: {error}")
+            continue
+        command = commands.add_parser(name, help=module.HELP)
         command.set_defaults(command=module, json=False)
         command.add_argument(
             "--import",
@@ -96,6 +103,23 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         )
         module.add_arguments(command)
     return parser
+
+
+class _Version(argparse.Action):
+    """Reads the version when it is asked for: a copy of the code may have no metadata."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"kernel-compat {version('kernel-compat')}")
+        parser.exit()
+
+
+def _command(name: str) -> Command:
+    if name in OWN:
+        return cast("Command", importlib.import_module(f".{name}", __name__))
+    point = entries(COMMANDS).get(name)
+    if point is None:
+        raise MissingExtraError(f"it is in a package of its own. {install_hint(name)}")
+    return cast("Command", point.load())
 
 
 def _import(module: str, parser: argparse.ArgumentParser) -> None:

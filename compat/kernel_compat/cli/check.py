@@ -8,9 +8,11 @@ from typing import Any
 
 from ..diagnostics.numerics import CaseResult, CheckReport, run
 from .arguments import add_json
-from .tables import Output, print_environment, print_shims, print_table, print_text, reasons_text
+from .tables import print_environment, print_progress, print_shims, print_table, print_text, reasons_text
 
-__all__ = ["add_arguments", "as_json", "find", "show"]
+__all__ = ["HELP", "add_arguments", "as_json", "find", "show"]
+
+HELP = "run every attention name on tiny problems and compare it with a reference"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,14 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def find(arguments: argparse.Namespace) -> CheckReport:
     """Run the check; on a terminal, stderr shows the name that runs."""
-    from rich.console import Console
-
-    with Console(stderr=True).status("importing torch and transformers") as line:
-
-        def progress(name: str, number: int, total: int) -> None:
-            line.update(f"{number} of {total}: {name}")
-
-        return run(arguments.names or None, progress, arguments.torch_flash_backend)
+    print_progress("importing torch and transformers")
+    try:
+        return run(
+            arguments.names or None,
+            lambda name, number, total: print_progress(f"{number} of {total}: {name}"),
+            arguments.torch_flash_backend,
+        )
+    finally:
+        print_progress("")
 
 
 def as_json(report: CheckReport) -> dict[str, Any]:
@@ -50,32 +53,32 @@ def as_json(report: CheckReport) -> dict[str, Any]:
     }
 
 
-def show(console: Output, report: CheckReport) -> None:
+def show(report: CheckReport) -> None:
     """Print the report as tables."""
-    print_environment(console, report.installation.environment, report.torch_flash_backend)
-    print_shims(console, [shim for shim in report.installation.shims if shim.state != "not needed"])
+    print_environment(report.installation.environment, report.torch_flash_backend)
+    print_shims([shim for shim in report.installation.shims if shim.state != "not needed"])
     for result in report.names:
         if result.cases:
             limit = _number(next((case.tolerance for case in result.cases if case.tolerance), None))
             title = f"{result.name}: relative errors against float64; wrong if greater than {limit}"
             heads = ("case", "verdict", "output", "gradients", "max abs", "")
-            print_table(console, title, heads, map(_row, result.cases))
+            print_table(title, heads, map(_row, result.cases))
     rows = []
     for result in report.names:
         verdicts = [case.verdict for case in result.cases]
         counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
         details = reasons_text(result.reasons, result.install) or f"cases: {counts}"
         rows.append((result.name, result.verdict, f"{result.device} {result.dtype}".strip(), details))
-    print_table(console, "Attention names", ("name", "verdict", "on", "details"), rows)
+    print_table("Attention names", ("name", "verdict", "on", "details"), rows)
     for problem in report.problems:
-        print_text(console, f"Problem: {problem}", "bold red")
+        print_text(f"Problem: {problem}", "bold red")
     for advice in report.missing:
-        print_text(console, f"Missing: {advice}", "yellow")
+        print_text(f"Missing: {advice}", "yellow")
     right = sum(result.verdict == "right" for result in report.names)
     if report.ok:
-        print_text(console, f"Everything usable is right ({right} of {len(report.names)} names).", "green")
+        print_text(f"Everything usable is right ({right} of {len(report.names)} names).", "green")
     else:
-        print_text(console, "Something is WRONG or failed: see above.", "bold red")
+        print_text("Something is WRONG or failed: see above.", "bold red")
 
 
 def _row(case: CaseResult) -> tuple[str, ...]:

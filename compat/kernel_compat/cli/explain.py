@@ -12,14 +12,16 @@ from ..attention.defaults import registered_attention, status
 from ..choosing.capabilities import kernel_of, require_known
 from ..choosing.ladder import LADDER, Step, ladder
 from ..choosing.layers import LayerKernels, layer_kernels
-from ..diagnostics.installs import Finding, diagnose
 from ..environment import Environment
+from ..gates import DIAGNOSES, Diagnose, Finding, entries
 from ..kernels import Features, Provider
 from .arguments import MODEL_HELP, BadArgumentsError, add_json, model_type
 from .status import name_status
-from .tables import COLOURS, Output, print_shims, print_table, print_text, reasons_text, usable_text
+from .tables import COLOURS, print_shims, print_table, print_text, reasons_text, usable_text
 
-__all__ = ["add_arguments", "explain", "explain_layers", "explain_type", "find", "show"]
+__all__ = ["HELP", "add_arguments", "explain", "explain_layers", "explain_type", "find", "show"]
+
+HELP = "an attention name: its kernel, why it can or can't run here, and the names to fall back to"
 
 _OWNERS = {
     "transformers": "transformers' own",
@@ -56,7 +58,7 @@ def explain(name: str) -> dict[str, Any]:
 
     - ``forward``: qualified name of the attention function it was registered with; None for the default.
     - ``providers``: the packages that provide its kernel, in the order in which they are tried, each with what
-      `kernel-compat doctor` finds wrong with it.
+      `kernel-compat doctor` finds wrong with it, if kernel-compat-doctor is installed.
     - ``shims``: the shims that this environment needs.
     - ``ladder``: the names that `policy.load_with_fallback` would try, starting with this one.
 
@@ -87,13 +89,11 @@ def explain(name: str) -> dict[str, Any]:
 
 
 def _provider(provider: Provider, environment: Environment) -> dict[str, Any]:
-    findings: tuple[Finding, ...] = ()
+    findings: list[Finding] = []
     if not provider.bundled and provider.distribution in environment.packages:
-        findings = tuple(
-            finding
-            for package in diagnose([provider.distribution], environment).packages
-            for finding in package.findings
-        )
+        for point in entries(DIAGNOSES).values():
+            diagnose: Diagnose = point.load()
+            findings += diagnose(provider.distribution, environment)
     broken = [": ".join(filter(None, (finding.file, finding.problem))) for finding in findings if finding.breaks]
     reasons = provider.unavailable_because(environment)
     return {
@@ -118,7 +118,7 @@ def explain_type(model_type: str, name: str) -> dict[str, Any]:
         ``ladder``: the names that its model can be loaded with; ``model``: the worst verdict of its cases, ``equal`` if all are
         equal, None if the type isn't in the table; and for each other verdict the cases that have it.
     """
-    from ..proving.table import WORSE, known
+    from ..proofs.table import WORSE, known
 
     environment = status().environment
     release = environment.version("transformers")
@@ -160,71 +160,69 @@ def explain_layers(folder: str, name: str) -> list[LayerKernels]:
     return layer_kernels(model, name)
 
 
-def show(console: Output, found: dict[str, Any]) -> None:
+def show(found: dict[str, Any]) -> None:
     """Print the explanation."""
     if "model" in found:
-        _show_type(console, **found["model"])
+        _show_type(**found["model"])
     if "name" in found:
-        _show_name(console, found)
+        _show_name(found)
     if "layers" in found:
-        _show_layers(console, found["layers"])
-    _print_ladder(console, found["ladder"])
+        _show_layers(found["layers"])
+    _print_ladder(found["ladder"])
     if found.get("kernel"):
-        print_shims(console, found["shims"])
+        print_shims(found["shims"])
 
 
-def _show_type(
-    console: Output, model_type: str, transformers: str | None, verdict: str | None, cases: dict[str, list[str]]
-) -> None:
+def _show_type(model_type: str, transformers: str | None, verdict: str | None, cases: dict[str, list[str]]) -> None:
     where = f"{model_type} on transformers {transformers or '(not installed)'}"
     if verdict in (None, "no recipe"):
         why = "no tiny model of it could be made" if verdict else "not in the table"
-        print_text(console, f"{where}: {why}; proven at load.", "yellow")
+        print_text(f"{where}: {why}; proven at load.", "yellow")
         return
     if verdict == "equal":
-        print_text(console, f"{where}: proven equal to eager attention in every case that applies.", "green")
+        print_text(f"{where}: proven equal to eager attention in every case that applies.", "green")
     for other, names in cases.items():
         style = "yellow" if other == "refused" else "bold red"
-        print_text(console, f"{where}: {other}: {', '.join(names)}.", style)
+        print_text(f"{where}: {other}: {', '.join(names)}.", style)
     if verdict == "wrong":
-        print_text(console, "Loading it under a registered name is refused.")
+        print_text("Loading it under a registered name is refused.")
     elif "load" in cases.get("refused", ()):
-        print_text(console, "load: one of its classes can't be loaded under a flash attention name.")
+        print_text("load: one of its classes can't be loaded under a flash attention name.")
 
 
-def _show_name(console: Output, found: dict[str, Any]) -> None:
+def _show_name(found: dict[str, Any]) -> None:
     name, kernel, owner, state = (found[key] for key in ("name", "kernel", "owner", "state"))
-    print_text(console, name, "bold")
+    print_text(name, "bold")
     if kernel is None:
-        print_text(console, "  transformers' own: kernel-compat has no part in it and changes nothing about it.")
+        print_text("  transformers' own: kernel-compat has no part in it and changes nothing about it.")
         return
-    print_text(console, f"  As attn_implementation: {_OWNERS[owner]}{f' ({state})' if state else ''}.")
+    print_text(f"  As attn_implementation: {_OWNERS[owner]}{f' ({state})' if state else ''}.")
     if owner == "transformers":
-        print_text(console, f'  For kernel-compat\'s own path: register_attention("my_{name}", kernel="{kernel}").')
-    print_text(console, f"  Kernel: {kernel}. Forward: {found['forward'] or 'the default'}.")
+        print_text(f'  For kernel-compat\'s own path: register_attention("my_{name}", kernel="{kernel}").')
+    print_text(f"  Kernel: {kernel}. Forward: {found['forward'] or 'the default'}.")
     usable = usable_text(found["reasons"])
-    print_text(console, f"  Here it is {usable}.", COLOURS[usable])
-    print_text(console, "\nProviders, the first usable one is taken", "bold")
+    print_text(f"  Here it is {usable}.", COLOURS[usable])
+    print_text("\nProviders, the first usable one is taken", "bold")
     for provider in found["providers"]:
         features, usable = provider["features"], usable_text(provider["reasons"])
         absent = "(not installed)" if provider["reasons"] else ""
         package = f"{provider['distribution']} {provider['version'] or absent}".strip()
-        print_text(console, f"{package}, imported as {provider['module']}: {usable}", COLOURS[usable])
-        print_text(console, f"  takes: {' '.join(features.dtypes)}; head dimensions {_head_dims(features)}")
-        print_text(console, f"  compute capability: {_capability(features)}")
-        print_text(console, f"  has:   {', '.join(features.names())}")
+        print_text(f"{package}, imported as {provider['module']}: {usable}", COLOURS[usable])
+        print_text(f"  takes: {' '.join(features.dtypes)}; head dimensions {_head_dims(features)}")
+        print_text(f"  compute capability: {_capability(features)}")
+        print_text(f"  has:   {', '.join(features.names())}")
         missing = [one.name for one in dataclasses.fields(features) if getattr(features, one.name) is False]
-        print_text(console, f"  lacks: {', '.join(missing) or 'nothing'}")
+        print_text(f"  lacks: {', '.join(missing) or 'nothing'}")
         if features.forward_only:
-            print_text(console, f"  has no gradients of: {', '.join(features.forward_only)}")
+            print_text(f"  has no gradients of: {', '.join(features.forward_only)}")
         if provider["reasons"]:
             why = reasons_text(provider["reasons"], provider["install"] if provider["version"] is None else "")
-            print_text(console, f"  not usable: {why}", "yellow")
+            print_text(f"  not usable: {why}", "yellow")
         for command in dict.fromkeys(finding.command for finding in provider["findings"] if finding.breaks):
-            print_text(console, f"  mend it with: {command}")
+            print_text(f"  mend it with: {command}")
 
 
-def _show_layers(console: Output, layers: Sequence[LayerKernels]) -> None:
+def _show_layers(layers: Sequence[LayerKernels]) -> None:
     rows = []
     for found in layers:
         needs = found.needs
@@ -234,13 +232,13 @@ def _show_layers(console: Output, layers: Sequence[LayerKernels]) -> None:
         kernels = (found.forward or "none", found.training or "none")
         rows.append((which, dims, wanted, *kernels, "; ".join(found.reasons)))
     columns = ("layers", "head dims", "needs", "forward", "training", "before it")
-    print_table(console, "Layers, as far as their attributes say; masks are seen in the forward", columns, rows)
+    print_table("Layers, as far as their attributes say; masks are seen in the forward", columns, rows)
 
 
-def _print_ladder(console: Output, steps: Sequence[Step]) -> None:
+def _print_ladder(steps: Sequence[Step]) -> None:
     words = {True: "usable", False: "not usable", None: "not known"}
     rows = [(step.name, words[step.usable], step.reason) for step in steps]
-    print_table(console, "Ladder, tried from the top", ("name", "here", "reason"), rows)
+    print_table("Ladder, tried from the top", ("name", "here", "reason"), rows)
 
 
 def _capability(features: Features) -> str:

@@ -9,9 +9,11 @@ from ..choosing.capabilities import require_known
 from ..choosing.preload import resolve_preload
 from ..errors import KernelUnavailableError
 from .arguments import MODEL_HELP, BadArgumentsError, add_json, model_type
-from .tables import Output, fields_of, print_text
+from .tables import fields_of, print_text
 
-__all__ = ["add_arguments", "find", "show"]
+__all__ = ["HELP", "add_arguments", "find", "show"]
+
+HELP = "which attention a training run should load its model with, and why"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,17 +56,17 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"ok": True, **fields_of(preload)}
 
 
-def show(console: Output, found: dict[str, Any]) -> None:
+def show(found: dict[str, Any]) -> None:
     """Print the plan and its reasons."""
     if not found["ok"]:
-        print_text(console, "No plan: no attention can be used here.", "bold red")
+        print_text("No plan: no attention can be used here.", "bold red")
         for line in (*(f"  {reason}" for reason in found["reasons"]), found["install"]):
-            print_text(console, line)
+            print_text(line)
         return
     name = found["attn_implementation"] or "unset: sdpa where the model has it, else eager"
-    print_text(console, f"attn_implementation  {name}", "bold")
-    print_text(console, f"use_liger_kernel     {found['use_liger_kernel']}", "bold")
+    print_text(f"attn_implementation  {name}", "bold")
+    print_text(f"use_liger_kernel     {found['use_liger_kernel']}", "bold")
     if found["sdpa_backends"]:
-        print_text(console, f"sdpa_backends        {', '.join(found['sdpa_backends'])}", "bold")
+        print_text(f"sdpa_backends        {', '.join(found['sdpa_backends'])}", "bold")
     for reason in found["reasons"]:
-        print_text(console, f"  {reason}")
+        print_text(f"  {reason}")

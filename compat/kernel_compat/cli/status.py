@@ -10,9 +10,11 @@ from ..attention.unsupported import unsupported_because
 from ..choosing.capabilities import kernel_of, owner_of
 from ..kernels import known_kernels
 from .arguments import add_json
-from .tables import Output, print_environment, print_shims, print_table, reasons_text, usable_text
+from .tables import print_environment, print_shims, print_table, reasons_text, usable_text
 
-__all__ = ["add_arguments", "find", "name_status", "show"]
+__all__ = ["HELP", "add_arguments", "find", "name_status", "show"]
+
+HELP = "the environment, the shims and the attention names; runs nothing"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,10 +61,10 @@ def name_status(name: str, report: Report) -> dict[str, Any]:
     }
 
 
-def show(console: Output, found: dict[str, Any]) -> None:
+def show(found: dict[str, Any]) -> None:
     """Print the status as tables."""
-    print_environment(console, found["environment"], found["torch_flash_backend"])
-    print_shims(console, found["shims"])
+    print_environment(found["environment"], found["torch_flash_backend"])
+    print_shims(found["shims"])
     rows = [
         (
             name["name"],
@@ -74,4 +76,4 @@ def show(console: Output, found: dict[str, Any]) -> None:
         for name in found["attention"]
     ]
     heads = ("name", "kernel", "in transformers", "kernel is", "reason")
-    print_table(console, "Attention names", heads, rows)
+    print_table("Attention names", heads, rows)

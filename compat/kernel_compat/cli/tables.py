@@ -5,27 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from ..environment import DISTRIBUTIONS, Environment
 
-if TYPE_CHECKING:  # rich is imported for terminals alone: its import is a good part of `status`
-    from rich.console import Console
-
+if TYPE_CHECKING:
     from ..patching.report import ShimReport
-
-#: The console of a terminal; None if stdout isn't a terminal.
-Output: TypeAlias = "Console | None"
 
 __all__ = [
     "COLOURS",
-    "Output",
-    "console",
     "fields_of",
     "plain",
     "print_environment",
+    "print_progress",
     "print_shims",
     "print_table",
     "print_text",
@@ -47,6 +43,8 @@ COLOURS = {
     "not needed": "dim",
     "pending": "cyan",
 }
+#: The terminal's codes of the words of a style.
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 
 
 def plain(value: Any) -> Any:
@@ -82,52 +80,51 @@ def reasons_text(reasons: Sequence[str], install: str) -> str:
     return f"{text}. {install}" if text and install else text
 
 
-def console() -> Output:
-    """A console if stdout is a terminal. Otherwise None: a row is one line however long, for grep and for reading."""
-    if not sys.stdout.isatty() and not os.environ.get("FORCE_COLOR"):
-        return None
-    from rich.console import Console
-
-    return Console(highlight=False, markup=False, emoji=False)
+def print_text(text: str, style: str = "") -> None:
+    """Print a line; in a style (see `COLOURS`) if stdout is a terminal, or the variable FORCE_COLOR is set."""
+    print(_styled(text, style))
 
 
-def print_text(console: Output, text: str, style: str = "") -> None:
-    """Print a line."""
-    if console is None:
-        print(text)
-        return
-    from rich.text import Text
-
-    console.print(Text(text, style=style))
+def print_progress(text: str) -> None:
+    """Replace the line of progress on stderr, if that is a terminal; an empty text removes it."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def print_table(console: Output, title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table without its empty columns; on a terminal long columns after the first may wrap."""
+def _styled(text: str, style: str) -> str:
+    wanted = sys.stdout.isatty() or os.environ.get("FORCE_COLOR")
+    if not style or not wanted or os.environ.get("NO_COLOR"):
+        return text
+    return f"\033[{';'.join(_CODES[word] for word in style.split())}m{text}\033[0m"
+
+
+def print_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table without its empty columns.
+
+    On a terminal the last column is wrapped. Elsewhere a row is one line however long, for grep and for reading.
+    """
     rows = list(rows)
     used = [index for index in range(len(heads)) if any(row[index] for row in rows)]
-    print_text(console, "")
-    print_text(console, title, "bold")
-    if console is None:
-        widths = [max(len(row[index]) for row in (heads, *rows)) for index in used]
-        for row in (heads, *rows):
-            print("  ".join(row[index].ljust(width) for index, width in zip(used, widths, strict=True)).rstrip())
-        return
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for index in used:
-        short = all(len(row[index]) < 12 for row in (heads, *rows))
-        table.add_column(heads[index], overflow="fold", no_wrap=short or index == used[0])
-    for row in rows:
-        table.add_row(*(Text(row[index], style=COLOURS.get(row[index], "")) for index in used))
-    console.print(table)
+    print_text("")
+    print_text(title, "bold")
+    widths = [max(len(row[index]) for row in (heads, *rows)) for index in used]
+    indent = sum(widths[:-1]) + 2 * len(widths[:-1])
+    room = shutil.get_terminal_size().columns - indent if sys.stdout.isatty() else 0
+    for row in (heads, *rows):
+        cells = [row[index] for index in used]
+        *lines, last = textwrap.wrap(cells[-1], room) or [""] if room > 20 else [cells[-1]]
+        padded = [
+            _styled(cell, COLOURS.get(cell, "")) + " " * (width - len(cell))
+            for cell, width in zip(cells, widths, strict=True)
+        ]
+        for number, line in enumerate((*lines, last)):
+            text = _styled(line, COLOURS.get(cells[-1], ""))
+            print(("  ".join([*padded[:-1], text]) if number == 0 else " " * indent + text).rstrip())
 
 
-def print_environment(console: Output, environment: Environment, torch_flash_backend: str | None = None) -> None:
+def print_environment(environment: Environment, torch_flash_backend: str | None = None) -> None:
     """Print versions, devices and problems of an environment."""
-    print_text(console, "Environment", "bold")
+    print_text("Environment", "bold")
     lines = [("python", environment.python), ("system", environment.system)]
     for distribution in DISTRIBUTIONS:
         if distribution in environment.packages:
@@ -139,12 +136,12 @@ def print_environment(console: Output, environment: Environment, torch_flash_bac
     if torch_flash_backend is not None:
         lines.append(("torch runs on", torch_flash_backend))
     for name, value in lines:
-        print_text(console, f"  {name:<18} {value}")
+        print_text(f"  {name:<18} {value}")
     for problem in environment.problems:
-        print_text(console, f"  problem: {problem}", "yellow")
+        print_text(f"  problem: {problem}", "yellow")
 
 
-def print_shims(console: Output, shims: Sequence[ShimReport]) -> None:
+def print_shims(shims: Sequence[ShimReport]) -> None:
     """Print shims with their states and reasons."""
     rows = []
     for shim in shims:
@@ -155,6 +152,6 @@ def print_shims(console: Output, shims: Sequence[ShimReport]) -> None:
             reason += f". Upstream: {shim.upstream}. Delete when {shim.delete_when}"
         rows.append((shim.name, shim.state, reason))
     if rows:
-        print_table(console, "Shims", ("shim", "state", "reason"), rows)
+        print_table("Shims", ("shim", "state", "reason"), rows)
     else:
-        print_text(console, "\nShims: none is needed here.")
+        print_text("\nShims: none is needed here.")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ..gates import public
 from ..patching.handle import Handle as Handle  # documented where it is
 from ..patching.wrapping import assert_same_signature
-from .liger import LigerSupport, liger_support, use_liger_kernel
 from .padding_free import padding_free
 from .sdpa_backends import use_sdpa_backends
 
@@ -16,3 +18,9 @@ __all__ = [
     "use_liger_kernel",
     "use_sdpa_backends",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:  # from kernel-compat-ops
+        return public(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

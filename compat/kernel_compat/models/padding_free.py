@@ -63,7 +63,7 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
     from ..attention.unpadding.batch import Request
     from ..attention.unpadding.call import FLAG
     from ..attention.unpadding.layers import remove_hooks, structure_of
-    from ..proving.loading import require_padding_free
+    from ..proofs.gate import require_padding_free
 
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool)):
         raise TypeError(f"tokens must be a number of tokens or None, not {tokens!r}")

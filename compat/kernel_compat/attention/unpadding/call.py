@@ -30,7 +30,7 @@ FLAG = "_kernel_compat_padding_free"
 _NEXT_TOKEN = re.compile(r"For(Causal(LM|Image)|ConditionalGeneration)|LMHeadModel")
 _EACH_TOKEN = re.compile(r"For(MaskedLM|TokenClassification)")
 #: Packages whose forwards of an instance take labels and return outputs as the class's does.
-_KEEP_OUTPUTS = ("accelerate", "kernel_compat", "liger_kernel", "torch")
+_KEEP_OUTPUTS = ("accelerate", "kernel_compat", "kernel_compat_ops", "liger_kernel", "torch")
 
 
 def unpadded(original: Callable[..., Any]) -> Callable[..., Any]:

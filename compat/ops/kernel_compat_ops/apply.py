@@ -1,0 +1,157 @@
+"""Binding the kernels of a config to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from kernel_compat.errors import SeamError
+from kernel_compat.patching.installation import Installation
+from kernel_compat.patching.seam import Seam
+from kernel_compat.patching.shim import Shim
+
+from .config import OpsConfig
+from .instances import require_module
+from .op_slot import active
+from .report import RECORD, Report, lock
+
+__all__ = ["applied", "apply_ops", "refusal", "use"]
+
+POST_INIT = Seam("transformers.modeling_utils:PreTrainedModel.post_init", ("self",))
+
+
+def apply_ops(model: Any, config: OpsConfig) -> Report:
+    """Bind the kernels of a config to a model: to this instance, and to no other of its class.
+
+    The formula that each module computes is proven first, on a few random inputs. A model whose loss is replaced runs once,
+    on six tokens, unless it may wait for other ranks (it is on one of several, or its attention name is registered as one over
+    ranks or with a forward of its own), its weights are on the meta device, sharded, or on a device that the kernel doesn't run
+    on, or the run fails; the report notes which, and the first forward with labels shows whether the loss is used. All or
+    nothing: after an error the model is as it was.
+
+    The model keeps the attention that it was loaded with, unless the config sets another `attn_implementation`. The one that
+    `OpsConfig.auto` proposes isn't set.
+
+    Called again with an equal config it returns the report of the first call. A `copy.deepcopy` has the kernels too, and a
+    report of its own: `applied`.
+
+    Examples:
+        >>> import torch
+        >>> from kernel_compat.ops import OpsConfig
+        >>> report = apply_ops(torch.nn.Linear(2, 2), OpsConfig(cross_entropy_loss_implementation="chunk_loss"))
+        >>> report.notes
+        ('cross_entropy_loss: this model has none',)
+
+    Args:
+        model: a `torch.nn.Module`, before or after it is wrapped by FSDP2, PEFT or activation checkpointing; before it is compiled.
+
+    Raises:
+        TypeError: not a module, or a compiled one; or no `OpsConfig`.
+        UnsupportedFeatureError: a module of the model computes another formula than the kernel, or has been replaced; or the
+            config's attention can't be set in the model, or isn't one over several ranks as the model's is.
+        KernelUnavailableError: a kernel of the config, whether or not the model needs it, isn't installed here or doesn't run on a
+            device of this machine; or a kernel doesn't import.
+        ValueError: the model, or a part of it, has the kernels of another config.
+    """
+    _require_config(config)
+    require_module(model)
+    proposed = config.attn_implementation if config.attn_implementation == config.proposed else None
+    if proposed is not None:
+        values = {**config.values(), "attn_implementation": None}
+        config = OpsConfig.from_dict(values, deferred=True, registry=config.registry)
+    with lock:
+        records = {path: vars(module).get(RECORD) for path, module in model.named_modules()}
+        inside = {path: record for path, record in records.items() if record is not None}
+        for path, record in inside.items():
+            if record.config != config:
+                where = path or f"this {type(model).__name__}"
+                registry = "" if record.config.registry is config.registry else " of another registry"
+                raise ValueError(
+                    f"{where} has the kernels of {record.config}: undo that before applying {config}{registry}"
+                )
+        if "" in inside:
+            found: Report = inside[""]
+            if replaced := found.replaced:
+                raise ValueError(
+                    f"replaced since the kernels were applied: {', '.join(replaced)}; undo the report first"
+                )
+            return found
+        from .plan import Plan
+
+        config.require()
+        plan = Plan(model, config.values(), registry=config.registry)
+        plan.make()
+        if proposed is not None:
+            plan.notes.append(f"attn: {proposed!r} is to load a model with, and isn't set in one that is there")
+        report = Report(config, tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes))
+        for path, part in inside.items():
+            report.absorb(path, part)
+        vars(model)[RECORD] = report
+        return report
+
+
+def applied(model: Any) -> Report | None:
+    """The report of the kernels that are bound to a model; None where `apply_ops` has bound none."""
+    found = vars(model).get(RECORD)
+    return found if isinstance(found, Report) and found.model is model else None
+
+
+def refusal(model: Any, op: str, value: str) -> str:
+    """The reason why a kernel would be refused for a model; empty where it wouldn't. Changes nothing.
+
+    Raises:
+        TypeError: not a module, or a compiled one.
+    """
+    require_module(model)
+    from .plan import refusal
+
+    return refusal(model, op, value)
+
+
+@contextmanager
+def use(config: OpsConfig) -> Iterator[None]:
+    """Apply a config to every model of transformers that is built in the block, by this thread, as soon as it is built.
+
+    Also by ``from_pretrained``, before the weights are loaded. The models keep the kernels after the block;
+    `applied` gives their reports. Imports transformers.
+
+    Raises:
+        TypeError: no `OpsConfig`.
+        SeamError: this release builds models in another way.
+    """
+    _require_config(config)
+    with _building.installed() as report:
+        if report[_SHIM.name].state != "applied":
+            raise SeamError(
+                POST_INIT.target, "a method that is called with self", report[_SHIM.name].reason, "transformers"
+            )
+        token = active.set(config)
+        try:
+            yield
+        finally:
+            active.reset(token)
+
+
+def _require_config(config: Any) -> None:
+    if not isinstance(config, OpsConfig):
+        raise TypeError(f"config must be an OpsConfig, not {config!r}")
+
+
+def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
+    original = originals["post_init"]
+
+    def post_init(self: Any) -> None:
+        original(self)
+        if (config := active.get()) is not None:
+            apply_ops(self, config)
+
+    return {"post_init": post_init}
+
+
+_SHIM = Shim(
+    "ops_use", "transformers", ">=4", "a config waits for models to be built", seams=(POST_INIT,), replace=_replace
+)
+
+#: `PreTrainedModel.post_init`, which every model calls when it is built, replaced while any thread is in `use`.
+_building = Installation(discover=lambda: ([_SHIM], {}))

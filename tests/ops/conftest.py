@@ -1,0 +1,9 @@
+"""What tests of kernel-compat-ops share with those of the library."""
+
+from __future__ import annotations
+
+import searching  # noqa: F401
+from installations import installed, installed_for_all, loaded, quiet, seed
+from sites import bare, site
+
+__all__ = ["bare", "installed", "installed_for_all", "loaded", "quiet", "seed", "site"]
