@@ -27,14 +27,14 @@ from compat_matrix.store.documents import ATLAS, keep
 from compat_matrix.views.common import one_line
 from compat_matrix.words import plural
 from kernel_compat.patching.shim import Shim
-from kernel_compat.proving import table
-from kernel_compat.proving.outcomes import PADDING_FREE
+from kernel_compat.proofs import table
 from kernel_compat_atlas import renames
 from kernel_compat_atlas.errors import AtlasError
 from kernel_compat_atlas.index import Index
 from kernel_compat_atlas.published import Cache
 from kernel_compat_atlas.releases import Release, covered
 from kernel_compat_atlas.seams import installed_shims, read_seams
+from kernel_compat_prove.outcomes import PADDING_FREE
 
 from . import edits
 from .checkout import Checkout, git
@@ -48,8 +48,9 @@ _MANY = 32
 #: Enters the proofs of a file in the table of the branch.
 _RECORD = """
 import json, sys
-from kernel_compat.proving import Proof, table
-table.record(map(Proof.from_json, json.load(open(sys.argv[1]))["proofs"]))
+from kernel_compat_prove import Proof
+from kernel_compat_prove.record import record
+record(map(Proof.from_json, json.load(open(sys.argv[1]))["proofs"]))
 """
 
 
@@ -181,8 +182,8 @@ def names(one: Adoption) -> Found:
                 near = renames.moved(seam["target"], old, new) if event["what"] == "vanished" else event["text"]
                 found.notes.append(f"{seam['target']} {event['what']}{near and f': {near}'}")
     folder = one.project
-    members = [path.parent.name for path in folder.glob("*/pyproject.toml")]  # other distributions
-    for gone in renames.compare(old, new, renames.read_names(folder, [*_ASIDE, *members])):
+    others = {path.parent.name for path in folder.glob("*/pyproject.toml")} - {*one.axes.project.members}
+    for gone in renames.compare(old, new, renames.read_names(folder, [*_ASIDE, *sorted(others)])):
         if gone.certain or gone.nearest:  # one place without a successor says nothing
             (found.red if gone.certain else found.notes).append(str(gone))
         if gone.certain:
@@ -270,7 +271,7 @@ def prove(one: Adoption) -> Found:
         exactly = [f"transformers=={one.cells(one.file, '--only', one.condition)[-1].transformers}.*"]
     exactly.append(str(one.release).replace(" ", "=="))
     uv("venv", "--clear", "--python", sys.executable, str(environment), folder=one.project)
-    uv("pip", "install", "--python", str(python), "--editable", ".[gpu]", *exactly, folder=one.project)
+    uv("pip", "install", "--python", str(python), "--editable", ".[all,gpu]", *exactly, folder=one.project)
     words = one.options.types or ["--all"]
     jobs = ["--workers", str(one.options.jobs)] if one.options.jobs else []
     command = [str(python), "-m", "kernel_compat", "prove", *words, *jobs, "--timeout", "120", "--json", str(proofs)]

@@ -10,7 +10,7 @@ from datetime import date
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import combinations, product
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar
 
 import tomli
@@ -141,11 +141,22 @@ class Exclude(_Table):
     because: Text
 
 
+def _inside(member: str) -> str:
+    path = PurePosixPath(member)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ValueError(f"a member is a folder in the project's, such as compat/doctor, not {member!r}")
+    return str(path)  # the same for every spelling
+
+
 class Project(_Table):
-    """The tested project: its folder, relative to the axes file's, and the extras that every cell has."""
+    """The tested project: its folder, relative to the axes file's, and the extras that every cell has.
+
+    Its members are folders in its own, of other distributions that are installed with it.
+    """
 
     path: str = "."
     extras: list[str] = []
+    members: Annotated[list[Annotated[str, AfterValidator(_inside)]], AfterValidator(_distinct)] = []
 
 
 class Packages(_Conditional):
@@ -304,6 +315,11 @@ class Axes(_Table):
     def folder(self) -> Path:
         """The tested project's folder."""
         return (self.path.parent / self.project.path).resolve()
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders of the tested project and of its members."""
+        return [self.folder, *(self.folder / member for member in self.project.members)]
 
     @property
     def pins(self) -> Path:

@@ -43,12 +43,19 @@ class Environments:
         project: the tested project's folder; its code runs from there.
         wheelhouse: installed from without network, also the project's wheel: its folder would need a build backend.
         below: a Python whose packages are visible in every base, after its own.
+        members: folders in the project's, of distributions that are installed with it in the same way.
     """
 
     cache: Path | None
     project: Path
     wheelhouse: Wheelhouse | None = None
     below: BasePython | None = None
+    members: tuple[str, ...] = ()
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders of the project and of its members."""
+        return (self.project, *(self.project / member for member in self.members))
 
     @property
     def root(self) -> Path:
@@ -58,8 +65,9 @@ class Environments:
 
     def base(self, part: Part) -> Path:
         """The Python of a base, which is created if it doesn't exist; raises a `UvError` if that fails."""
-        wheel = self.wheelhouse and self.wheelhouse.folder / self.wheelhouse.wheel
-        described = f"{part.key}\n{self.project}{sha256(wheel) if wheel else ''}{self.below or ''}"
+        wheels = self.wheelhouse.wheels(self.members) if self.wheelhouse else []
+        own = "".join([*map(str, self.folders), *map(sha256, wheels)])
+        described = f"{part.key}\n{own}{self.below or ''}"
         folder = self.root / "base" / f"{part.name}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
         python = folder / "bin" / "python"
 
@@ -73,12 +81,13 @@ class Environments:
             self._install(part, python)
 
         _filled(folder, fill)
-        # The project's code runs from its folder. A change of its metadata reinstalls the project, and nothing else.
-        metadata, stamp = sha256(self.project / "pyproject.toml"), folder / ".project"
+        # The project's code runs from its folder. A change of its metadata reinstalls it with its members, and nothing else.
+        metadata = "\n".join(sha256(one / "pyproject.toml") for one in self.folders)
+        stamp = folder / ".project"
         with FileLock(f"{folder}.lock"):
             if not stamp.exists() or stamp.read_text(encoding="utf-8") != metadata:
                 stamp.unlink(missing_ok=True)
-                what = [str(wheel)] if wheel else ["--editable", str(self.project)]
+                what = [*map(str, wheels)] or [f"--editable={one}" for one in self.folders]
                 uv("pip", "install", "--no-deps", "--python", str(python), *self._source(), *what)
                 stamp.write_text(metadata, encoding="utf-8")
         return python

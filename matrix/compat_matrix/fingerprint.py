@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from . import __version__
@@ -22,10 +22,13 @@ def sources(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def fingerprint(folder: Path, *others: Path) -> str:
-    """The fingerprint of a project's Python files and pyproject.toml, of this command's version, and of other files."""
+def fingerprint(folders: Sequence[Path], *others: Path) -> str:
+    """The fingerprint of the Python files and pyproject.toml in folders, of this command's version, and of other files."""
     digest = hashlib.sha256(__version__.encode())
-    for path in [*sources(folder), folder / "pyproject.toml", *others]:
+    folder, files = folders[0], [path for one in folders for path in sources(one)]
+    for path in dict.fromkeys(
+        [*files, *(one / "pyproject.toml" for one in folders), *others]
+    ):  # one may contain another
         digest.update(f"\n{os.path.relpath(path, folder)}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -34,7 +37,7 @@ def fingerprint(folder: Path, *others: Path) -> str:
 def of_axes(axes: Axes) -> str:
     """The fingerprint of a project, its axes file and the pins beside it; raises `MatrixError` if one can't be read."""
     try:
-        files = fingerprint(axes.folder, axes.path, *sorted(axes.pins.glob("*.txt")))
+        files = fingerprint(axes.folders, axes.path, *sorted(axes.pins.glob("*.txt")))
     except OSError as error:
         raise MatrixError(f"the project of {axes.path} can't be read: {error}") from None
     # "supported" depends on the installed kernel-compat.

@@ -54,7 +54,7 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         if options.latest:
             raise MatrixError("--offline uses the pins that were fetched: --latest is an option of `fetch`")
         wheelhouse = Wheelhouse.open(options.offline)
-        wheelhouse.check(cells, axes.folder)
+        wheelhouse.check(cells, axes)
     if options.base_python is not None:
         below = BasePython.inspect(options.base_python)
         below.check(cells)
@@ -67,7 +67,8 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
         parts |= below.without_installed(parts, needless)
     if wheelhouse is not None:
         parts |= wheelhouse.take(parts, cells)
-    environments = Environments(options.cache and options.cache.absolute(), axes.folder, wheelhouse, below)
+    cache, members = options.cache and options.cache.absolute(), tuple(axes.project.members)
+    environments = Environments(cache, axes.folder, wheelhouse, below, members)
     try:
         environments.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:

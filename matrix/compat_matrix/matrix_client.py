@@ -73,16 +73,15 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(tables.plain({"ok": report.ok, **tables.fields_of(report)}), indent=2, allow_nan=False))
         return int(not report.ok)
-    console = tables.console()
-    tables.print_environment(console, report.environment)
+    tables.print_environment(report.environment)
     for answer in report.answers:
         style = "bold red" if answer.bad else "green" if answer.verdict == "passed" else "yellow"
         verdict, *evidence = describe(answer)
-        tables.print_text(console, f"\n{verdict}", style)
+        tables.print_text(f"\n{verdict}", style)
         for text in evidence:
-            tables.print_text(console, text)
+            tables.print_text(text)
     if not report.ok:
-        tables.print_text(console, "This environment is known to be bad: see above.", "bold red")
+        tables.print_text("This environment is known to be bad: see above.", "bold red")
     return int(not report.ok)
 
 

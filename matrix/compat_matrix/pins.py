@@ -248,21 +248,38 @@ def torch_alone(axes: Axes, cells: Sequence[Cell], parts: Mapping[str, Part]) ->
 
 
 def project_requirements(axes: Axes) -> list[Requirement]:
-    """The requirements in the tested project's pyproject.toml, followed by those of the extras that the axes name."""
-    path = axes.folder / "pyproject.toml"
+    """The requirements in pyproject.toml of the tested project and its members, and those of the extras that the axes name.
+
+    One of these distributions on another is left out, as its folder is installed. The extras in it count.
+    """
+    projects = {folder: _project(axes, folder / "pyproject.toml") for folder in axes.folders}
+    names = {canonicalize_name(project["name"]): folder for folder, project in projects.items() if "name" in project}
+    wanted = [*((folder, "") for folder in projects), *((axes.folder, extra) for extra in axes.project.extras)]
+    found = []
+    for folder, extra in wanted:  # which grows
+        extras = {**projects[folder].get("optional-dependencies", {}), "": projects[folder].get("dependencies", ())}
+        if extra not in extras:
+            raise MatrixError(f"{folder / 'pyproject.toml'} has no extra {extra!r}")
+        for requirement in map(Requirement, extras[extra]):
+            if (own := names.get(canonicalize_name(requirement.name))) is None:
+                found.append(requirement)
+            else:
+                wanted += [one for name in sorted(requirement.extras) if (one := (own, name)) not in wanted]
+    return found
+
+
+def _project(axes: Axes, path: Path) -> dict[str, Any]:
+    """The metadata of the tested project or of a member."""
     try:
-        project = tomli.loads(path.read_text(encoding="utf-8"))["project"]
+        if not path.parent.resolve().is_relative_to(axes.folder):  # a link, behind which fingerprints don't look
+            raise MatrixError(f"{path} isn't in the project's folder {axes.folder}")
+        project: dict[str, Any] = tomli.loads(path.read_text(encoding="utf-8"))["project"]
     except (OSError, KeyError, tomli.TOMLDecodeError) as error:
         raise MatrixError(f"{path}: no project to test: {error}") from None
     if "dependencies" in project.get("dynamic", ()):
         advice = f"name them under [[packages]] in {axes.path.name}"
         raise MatrixError(f"{path}: dynamic dependencies can't be read; {advice}")
-    texts, extras = [*project.get("dependencies", ())], project.get("optional-dependencies", {})
-    for extra in axes.project.extras:
-        if extra not in extras:
-            raise MatrixError(f"{path} has no extra {extra!r}")
-        texts += extras[extra]
-    return [Requirement(text) for text in texts]
+    return project
 
 
 def compile_pins(

@@ -84,7 +84,7 @@ class RayExecutor:
             max_retries=RETRIES,
             retry_exceptions=False,
         )
-        ref = task.remote(job, self._fingerprint(job.environments.project), self._begun)
+        ref = task.remote(job, self._fingerprint(job.environments.folders), self._begun)
         self._refs.append(ref)
         ref.future().add_done_callback(lambda done: _hand_over(done, future, job))
         return future
@@ -118,9 +118,11 @@ _hosts = Hosts()
 def _run(job: Job, expected: str, begun: Any) -> CellResult:
     """Run a cell on a node, with GPUs among those that Ray assigned, which doesn't know about other runs on the machine."""
     here = job.environments.project
-    if not here.is_dir():
-        raise MatrixError(f"node {platform.node()} has no {here}: the project must be at the same path on every node")
-    if fingerprint(here) != expected:
+    if lacking := next((one for one in job.environments.folders if not one.is_dir()), None):
+        raise MatrixError(
+            f"node {platform.node()} has no {lacking}: the project must be at the same path on every node"
+        )
+    if fingerprint(job.environments.folders) != expected:
         other = f"{here} on node {platform.node()} differs from the project that the run was started with"
         raise MatrixError(f"{other}: update it")
     # Not `begun.put_nowait`: Ray gives the CPU of a task that waits to another one.

@@ -45,12 +45,14 @@ class Wheelhouse(BaseModel, frozen=True):
 
     Attributes:
         wheel: the file name of the tested project's wheel.
+        members: those of its members' wheels, by their folders in the project's.
         parts: for each base and layer, in ``torch_alone``: torch, and the pins that only torch needs; none in a layer.
     """
 
     folder: Path = Field(default=Path(), exclude=True)
     version: Literal[1, 2] = 2
     wheel: Name = Field(alias="project")
+    members: dict[str, Name] = {}
     parts: dict[Name, dict[str, list[str]]] = {}
 
     @classmethod
@@ -66,20 +68,27 @@ class Wheelhouse(BaseModel, frozen=True):
         except ValidationError as error:
             raise MatrixError(f"{path} isn't a manifest of this version: {error.errors()[0]['msg']}") from None
 
-    def check(self, cells: Sequence[Cell], project: Path) -> None:
+    def wheels(self, members: Iterable[str]) -> list[Path]:
+        """The wheels of the tested project and of these members; raises a `MatrixError` if one of them was not fetched."""
+        if others := [member for member in members if member not in self.members]:
+            raise MatrixError(f"{self.folder} was fetched without the member {', '.join(others)}: fetch it again")
+        return [self.folder / name for name in (self.wheel, *(self.members[member] for member in members))]
+
+    def check(self, cells: Sequence[Cell], axes: Axes) -> None:
         """Raise a `MatrixError` if the folder was fetched for other cells, or for a different state of the tested project."""
         there = {path.stem for path in (self.folder / "pins").glob("*.txt")}
         others = [cell.name for cell in cells if not {cell.base, cell.layer} <= there]
         if others:
             raise MatrixError(f"{self.folder} was fetched for other cells, without {one_and_more(others)}")
-        try:
-            changed = differing(self.folder / self.wheel, project)
-        except (OSError, zipfile.BadZipFile):
-            raise MatrixError(f"{self.folder} lacks {self.wheel} as it was fetched: fetch it again") from None
-        if changed is not None:
-            raise MatrixError(
-                f"{self.wheel} in {self.folder} has another {changed} than {project}: fetch it again, from the same state"
-            )
+        for wheel, project in zip(self.wheels(axes.project.members), axes.folders, strict=True):
+            try:
+                changed = differing(wheel, project)
+            except (OSError, zipfile.BadZipFile):
+                raise MatrixError(f"{self.folder} lacks {wheel.name} as it was fetched: fetch it again") from None
+            if changed is not None:
+                raise MatrixError(
+                    f"{wheel.name} in {self.folder} has another {changed} than {project}: fetch it again, from the same state"
+                )
 
     def take(self, parts: Mapping[str, Part], cells: Sequence[Cell]) -> dict[str, Part]:
         """The parts of the cells with pins of the files in this folder: a wheel that was added by hand replaces an sdist.
@@ -135,7 +144,7 @@ def fetch(
     old = Wheelhouse.open(folder).parts if (folder / "manifest.json").exists() else {}
     try:
         with TemporaryDirectory() as scratch:
-            project = _build(axes.folder, Path(scratch))
+            project, *members = (_build(one, Path(scratch)).name for one in axes.folders)
             runners = _runners(axes, {cell.python for cell in cells}, Path(scratch)) if runner else []
             there = _gathered(axes, [*wanted.values(), *runners], folder, Path(scratch))
         for part in parts.values():
@@ -143,20 +152,22 @@ def fetch(
         for part in runners:
             write(part, folder)
         alone = {name: {"torch_alone": sorted(needless.get(name, ()))} for name in parts}
-        house = Wheelhouse(project=project.name, parts=old | alone)
+        own = dict(zip(axes.project.members, members, strict=True))
+        house = Wheelhouse(project=project, members=own, parts=old | alone)
         (folder / "manifest.part").write_text(house.model_dump_json(indent=2, by_alias=True), encoding="utf-8")
         (folder / "manifest.part").replace(folder / "manifest.json")
     except OSError as error:
         raise MatrixError(f"{folder} can't be written: {error.strerror or error}") from error
-    own = [(wanted[name], cell.torch) for cell in cells for name in (cell.base, cell.layer)]
-    used = {_best(there, pin, part.python, torch) for part, torch in own for pin in part.pins}
+    both = [(wanted[name], cell.torch) for cell in cells for name in (cell.base, cell.layer)]
+    used = {_best(there, pin, part.python, torch) for part, torch in both for pin in part.pins}
     exact = {pin for part in runners for pin in part.pins}  # pip installs the pinned file alone
     for pin in sorted(used | exact, key=str):
         if (path := there[pin.sha256]).suffix != ".whl":
             advice = f"; or add a wheel of it to {folder}, which is then used instead" if pin in used else ""
             said = f"{pin.name} {pin.version} has no wheel for this platform. The machine that installs it builds one from {path.name}, which needs a compiler"
             print(said + advice, file=sys.stderr)
-    return {folder / project.name, *(there[pin.sha256] for part in [*wanted.values(), *runners] for pin in part.pins)}
+    pinned = {there[pin.sha256] for part in [*wanted.values(), *runners] for pin in part.pins}
+    return pinned | {folder / name for name in (project, *members)}
 
 
 def differing(wheel: Path, folder: Path) -> str | None:
@@ -235,7 +246,7 @@ def _build(source: Path, folder: Path) -> Path:
 def _runners(axes: Axes, pythons: Iterable[str], folder: Path) -> list[Part]:
     """The pins for installing this command on each Python. From a checkout it is built into the folder."""
     requirements = []
-    for name in ("kernel-compat-matrix", "kernel-compat-atlas", "kernel-compat"):
+    for name in ("kernel-compat-matrix", "kernel-compat-atlas", "kernel-compat-prove", "kernel-compat"):
         found = metadata.distribution(name)
         origin = loads(found.read_text("direct_url.json") or "{}")
         if "dir_info" in origin:
@@ -250,11 +261,15 @@ def _runners(axes: Axes, pythons: Iterable[str], folder: Path) -> list[Part]:
 
 
 def _best(there: dict[str, Path], pin: Pin, python: str, torch: str) -> Pin:
-    """The pin, or of an sdist that of a wheel in its place: of its version, for the Python, and not built for a different torch."""
+    """The pin, or of an sdist that of a wheel in its place: of its version, for the Python, and not built for a different torch.
+
+    One with this torch in its name comes before one without a torch.
+    """
     if pin.sha256 not in there or there[pin.sha256].suffix == ".whl":
         return pin
     version = tuple(map(int, python.split(".")))
     tags = {*cpython_tags(version), *compatible_tags(version, f"cp{python.replace('.', '')}")}
+    best = pin
     for digest, path in there.items():
         try:
             name, found, _, theirs = parse_wheel_filename(path.name)
@@ -262,6 +277,7 @@ def _best(there: dict[str, Path], pin: Pin, python: str, torch: str) -> Pin:
             continue
         built_for = re.search(r"torch(\d+\.\d+)", found.local or "")
         fits = built_for is None or f"{torch}.".startswith(f"{built_for[1]}.")
+        fits = fits and (built_for is not None or best is pin)
         if name == pin.name and Version(found.public) == Version(pin.version) and tags & theirs and fits:
-            return Pin(pin.name, str(found), digest)
-    return pin
+            best = Pin(pin.name, str(found), digest)
+    return best

@@ -19,14 +19,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomli
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 from packaging.version import Version
 from small import PYTHON, TAG, Small
 from stored import cells, passed
 
-from compat_adoption import edits
+from compat_adoption import checkout, edits, steps
 from compat_adoption.steps import STEPS, Found, _run, judge, meeting
 from compat_matrix.axes import OWN, load
 from compat_matrix.cells import Cell, values_of
@@ -230,6 +232,17 @@ def test_a_renamed_argument_that_the_project_reads_is_red_with_its_new_name(rele
     assert report["red"] == ["'past' is gone from 3 of 3 places: it is 'cache' now; read in reader.py:2"]
     assert report["write"] == ["the new spelling 'cache' of 'past': reader.py:2"]
     assert "- 'past' is gone from 3 of 3 places" in done.stdout
+    # A member is read as the project is, and another distribution is not.
+    released.small.write("part/pyproject.toml", '[project]\nname = "part"\nversion = "1.0"')
+    released.git("mv", "reader.py", "part/reader.py")
+    released.commit()
+    assert released.adopt("gadget==0.18.0", "--steps", "names").returncode == 0
+    axes = released.folder / "matrix" / "axes.toml"
+    axes.write_text(axes.read_text().replace('path = ".."', 'path = ".."\nmembers = ["part"]'))
+    released.commit()
+    assert released.adopt("gadget==0.18.0", "--steps", "names").returncode == 1
+    assert released.report()["write"] == ["the new spelling 'cache' of 'past': part/reader.py:2"]
+    released.git("mv", "part/reader.py", "reader.py")
     # A role that has both spellings reads it right.
     released.small.write("reader.py", 'CACHE = Role("cache", ("cache", "past"))\n')
     released.commit()
@@ -465,6 +478,32 @@ def test_this_projects_lists_take_a_release(tmp_path: Path) -> None:
     assert len(kinds) == len(added) == len({tuple(table.model_extra or ()) for table in load(path).axes})
     assert all('transformers = ["5.98"]' in line for line in added)
     assert [*edits.copies(path, "transformers", Version("5.98.1"))] == []
+
+
+def test_this_project_is_proven_with_its_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in an extra, and the code of the branch is theirs too."""
+    axes = load(OWN)
+    own = tomli.loads((axes.folder / "pyproject.toml").read_text())
+    names = [tomli.loads((one / "pyproject.toml").read_text())["project"]["name"] for one in axes.folders[1:]]
+    assert [Requirement(text).name for text in own["project"]["optional-dependencies"]["all"]] == names
+    assert {*names} <= {name for name, source in own["tool"]["uv"]["sources"].items() if source == {"workspace": True}}
+    assert {*axes.project.members} <= {*checkout._SOURCES}
+    called = []
+
+    def uv(*words: str, folder: Path) -> None:
+        called.append(words)
+        (tmp_path / "environment").mkdir(exist_ok=True)
+
+    def run(log: str, *command: str) -> tuple[int, str]:
+        (tmp_path / "proofs.json").write_text('{"transformers": "5.24.0", "summary": {"lost": 0}, "proofs": []}')
+        return 0, ""
+
+    monkeypatch.setattr(steps, "uv", uv)
+    one: Any = SimpleNamespace(library=True, release=SimpleNamespace(distribution="transformers"), project=axes.folder)
+    one.before, one.options = None, SimpleNamespace(types=["llama"], jobs=None)
+    one.checkout = SimpleNamespace(folder=tmp_path, run=run)
+    steps.prove(one)
+    assert ".[all,gpu]" in called[-1]
 
 
 def outcome(case: str, verdict: str, reason: str = "") -> dict[str, str]:

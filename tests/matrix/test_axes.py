@@ -177,6 +177,11 @@ def line(text: str, part: str) -> int:
         ('because = "a wrong stride"', 'because = ""', 'because = ""', "known.1.because: String should have at least"),
         ('because = "a wrong stride"', 'why = "x"', 'why = "x"', "known.1.why: Extra inputs are not permitted"),
         ('path = "."', "path = 3", "path = 3", "project.path: Input should be a valid string"),
+        *(
+            ('path = "."', f'members = ["a", "{wrong}"]', "members =", "project.members.1: a member is a folder in the")
+            for wrong in ("../other", "a/../../other", "/a", ".", "")
+        ),
+        ('path = "."', 'members = ["a/b", "a//b/"]', "members =", "project.members: a/b is listed twice"),
     ],
 )
 def test_a_problem_is_pointed_at(tmp_path: Path, old: str, new: str, at: str, says: str) -> None:
@@ -290,6 +295,7 @@ def test_the_committed_file_is_right() -> None:
     supported = product(releases.minors(releases.TRANSFORMERS), releases.minors(releases.TORCH))
     cells = [cell for cell in axes.cells if cell.device == "cpu" and cell.python == "3.12"]
     assert [(cell.transformers, cell.torch) for cell in cells] == list(supported)
+    assert axes.folders[1:] == sorted(path.parent for path in axes.folder.glob("compat/*/pyproject.toml"))
     for suite in {tests.suite for tests in axes.tests}:
         devices = {"torch": ["cpu"], "prove": ["cpu"], "figures": ["cuda"]}.get(suite, ["cpu", "cuda"])
         assert all(axes.tests_of(cell, suite) for cell in axes.cells if cell.device in devices)

@@ -26,8 +26,8 @@ from remotezip import RemoteZip  # type: ignore[import-untyped]
 from compat_matrix import axes
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
-from kernel_compat.diagnostics.installs import shared_object
 from kernel_compat_atlas import index, releases
+from kernel_compat_doctor import shared_object
 
 OWN = axes.load(axes.OWN)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -254,3 +255,68 @@ def test_pins_from_before_a_requirement_are_refused(small: Small) -> None:
     for requirement in ("some>=1", "late-one; python_version < '3'"):
         project.write_text(f"{before}dependencies = [{requirement!r}]\n")
         assert small.run("run", "--all").returncode == 0
+
+
+def test_requirements_of_members_are_the_projects_but_for_those_on_each_other(
+    small: Small, members: Callable[..., Axes]
+) -> None:
+    small.axes()
+    members("one", "deep/two")
+    for folder, more in (
+        ("", 'dependencies = ["a>=1"]\n[project.optional-dependencies]\nall = ["One==1.0", "two[b, c]"]\nmore = ["d"]'),
+        ("one/", '[project.optional-dependencies]\nx = ["e"]'),
+        ("deep/two/", '[project.optional-dependencies]\nb = ["b-of-two"]\nc = ["two[b]", "one[x]", "small[more]"]'),
+    ):
+        path = small.folder / folder / "pyproject.toml"
+        path.write_text(f"{path.read_text()}{more}\n")
+    path = small.folder / "matrix" / "axes.toml"
+
+    def required() -> list[str]:
+        return [str(one) for one in pins.project_requirements(load(path))]
+
+    assert required() == ["a>=1"]
+    one = small.folder / "one" / "pyproject.toml"
+    one.write_text(one.read_text().replace('"small==1.0"', '"small==1.0", "f; python_version > \'3\'"'))
+    assert required() == ["a>=1", 'f; python_version > "3"']
+    done = small.run("run", "--all")
+    assert f"the project requires a>=1, and the pins of {TAG}-tf5.0-torch2.11 have no release of it" in done.stderr
+    path.write_text(path.read_text().replace("members =", 'extras = ["all"]\nmembers ='))
+    assert required() == ["a>=1", 'f; python_version > "3"', "b-of-two", "e", "d"]
+    path.write_text(path.read_text().replace('["all"]', '["none"]'))
+    with pytest.raises(MatrixError, match="/small/pyproject.toml has no extra 'none'"):
+        required()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (lambda folder: None, "/lost/pyproject.toml: no project to test: .*No such file"),
+        (lambda folder: (folder / "lost").mkdir(), "/lost/pyproject.toml: no project to test: .*No such file"),
+        (lambda folder: (folder / "lost").touch(), "/lost/pyproject.toml: no project to test: .*Not a directory"),
+        (
+            lambda folder: [(folder / "lost").mkdir(), (folder / "lost/pyproject.toml").touch()],
+            "/lost/pyproject.toml: no project to test: 'project'",
+        ),
+        (
+            lambda folder: [
+                (folder.parent / "other").mkdir(),
+                (folder.parent / "other/pyproject.toml").write_text("[project]"),
+                (folder / "lost").symlink_to(folder.parent / "other"),
+            ],
+            "/lost/pyproject.toml isn't in the project's folder /.*small$",
+        ),
+    ],
+)
+def test_a_member_that_is_none_is_named(
+    small: Small, members: Callable[..., Axes], prepare: Callable[[Path], object], says: str
+) -> None:
+    small.axes()
+    members("one")
+    axes = small.folder / "matrix" / "axes.toml"
+    axes.write_text(axes.read_text().replace("['one']", "['one', 'lost']"))
+    prepare(small.folder)
+    for words in (["run", "--all"], ["pin"], ["fetch", "house"]):
+        done = small.run(*words)
+        assert done.returncode == 2
+        assert re.search(says, done.stderr.strip()), done.stderr
+        assert "Traceback" not in done.stderr

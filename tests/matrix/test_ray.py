@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from network import Network, ended, until
 from small import TAG, Small
 
 from compat_matrix import gpus
+from compat_matrix.axes import Axes
 
 pytest.importorskip("ray", reason="Ray isn't installed")
 import ray
@@ -175,18 +177,35 @@ def test_gpus_are_leased_beside_runs_without_ray_and_what_no_node_has_is_not_wai
     assert with_two.reason == "it needs 2 GPUs and 6 GiB of memory, and no node of the Ray cluster has that"
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda folder: (folder / "other.py").touch(), "differs from the project that the run was started with"),
+        (
+            lambda folder: (folder / "one/pyproject.toml").write_text("[project]\n"),
+            "differs from the project that the run was started with",
+        ),
+        (lambda folder: shutil.rmtree(folder / "one"), "/one: the project must be at the same path on every node"),
+    ],
+)
 def test_a_node_with_another_state_of_the_project_is_refused(
-    project: Small, cluster: Cluster, nodes: Callable[..., Any]
+    project: Small,
+    cluster: Cluster,
+    nodes: Callable[..., Any],
+    members: Callable[..., Axes],
+    change: Callable[[Path], object],
+    said: str,
 ) -> None:
     project.axes(MINORS[:2], command=["python", "cell.py"])
+    members("one")
     nodes()
     run = start(project, cluster)
     wait_for(lambda: len(started(project)) == 1, run)
-    project.write("other.py", "changed = True")
+    change(project.folder)
     (project.folder / "go").touch()
     output, _ = run.communicate(timeout=60)
     assert run.returncode == 2, output
-    assert "differs from the project that the run was started with" in output
+    assert said in output
     assert "Traceback" not in output
     assert [result.verdict for result in project.results().values()] == ["passed"], "what had finished is kept"
 

@@ -24,6 +24,7 @@ from small import PYTHON, TAG, Small
 from stored import passed
 
 from compat_matrix import gpus
+from compat_matrix.axes import Axes
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.progress import Progress
@@ -108,6 +109,39 @@ def test_a_cell_runs_in_its_own_environment(small: Small, how: tuple[str, ...]) 
     assert "transformers==5.1.3 --hash=sha256:" in new.pins
     assert [test.nodeid for test in new.tests] == ["test_it.py::test_versions"]
     assert "1 passed, 1 deselected" in new.log
+
+
+@forked
+def test_members_are_installed_with_the_project(
+    small: Small, members: Callable[..., Axes], how: tuple[str, ...]
+) -> None:
+    small.write(
+        "test_it.py",
+        """
+        import json
+        from importlib.metadata import entry_points
+
+        def test_it():
+            json.dump(sorted(one.load() for one in entry_points(group="small")), open("seen.json", "w"))
+        """,
+    )
+    small.axes(("5.0",))
+
+    def seen(*folders: str) -> list[str]:
+        members(*folders)
+        done = small.run("run", "--all", *how)
+        assert done.returncode == 0, done
+        found: list[str] = json.loads((small.folder / "seen.json").read_text())
+        return found
+
+    assert seen() == []
+    assert seen("one", "deep/two") == ["one", "two"]
+    small.write("deep/two/entry_points.txt", "[small]\ntwo = two:NAME\nthree = two:__name__")
+    assert seen("one", "deep/two") == ["one", "two"]
+    project = small.folder / "deep" / "two" / "pyproject.toml"
+    project.write_text(f"{project.read_text()}# changed\n")
+    assert seen("one", "deep/two") == ["one", "two", "two"]
+    assert seen("one") == ["one"]
 
 
 def test_what_can_not_be_installed_fails_alone(small: Small) -> None:

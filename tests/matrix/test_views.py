@@ -24,7 +24,7 @@ from compat_matrix.pages import report
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.store import Store
 from compat_matrix.views import architectures, common, compatibility, diff, explain, lost, show
-from kernel_compat.proving import table
+from kernel_compat.proofs import table
 
 ODD = "\x1b[31mred\x1b[0m\x1b]0;title\x07 <script>alert(1)</script> [bold]x[/bold] \x07\x00\udc80\u202e back\rslash"
 OLD, NEW = cells(), cells(torch=("2.10", "2.11", "2.12"))

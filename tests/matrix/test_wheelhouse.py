@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -13,13 +14,17 @@ import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Callable
+from importlib import metadata
 from io import BytesIO
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from packaging.requirements import Requirement
 from small import PYTHON, TAG, Small
 
+from compat_matrix.axes import Axes
 from compat_matrix.wheelhouse import differing
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the pins are for Linux")
@@ -200,6 +205,35 @@ def test_folders_are_relative_to_the_current_one(project: Small, tmp_path: Path)
     }
 
 
+def test_members_travel_as_wheels(project: Small, members: Callable[..., Axes]) -> None:
+    wheel(project.folder / "index", "late", "1.0")
+    members("one", "deep/two")
+    path = project.folder / "deep" / "two" / "pyproject.toml"
+    path.write_text(path.read_text().replace('"small==1.0"', '"small==1.0", "late"'))
+    project.write("check.py", "import late, mine, one, two\nprint(mine.__file__, one.__file__, two.__file__)")
+    assert project.run("pin", **indexed(project)).returncode == 0
+    fetched(project)
+    for log in passed(project).values():
+        assert log.count("/site-packages/") == 3
+
+    def refused() -> str:
+        done = project.run("run", "--all", "--offline", "house", **offline(project))
+        assert done.returncode == 2
+        return done.stderr
+
+    house, two = project.folder / "house", "two-1.0-py3-none-any.whl"
+    (house / two).rename(house / "two")
+    assert f"house lacks {two} as it was fetched" in refused()
+    (house / "two").rename(house / two)
+    project.write("deep/two/two.py", "NAME = 2")
+    assert re.search(f"{two} in .*house has another two.py than .*/deep/two: fetch it again", refused())
+    members("one", "three")
+    assert "was fetched without the member three: fetch it again" in refused()
+    members("one")
+    project.write("check.py", "import importlib.util, one\nassert importlib.util.find_spec('two') is None")
+    assert project.run("run", "--all", "--offline", "house", **offline(project)).returncode == 0
+
+
 def test_the_command_itself_is_built_from_its_checkout(
     project: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,10 +250,14 @@ def test_the_command_itself_is_built_from_its_checkout(
             assert name == "direct_url.json"
             return json.dumps({"url": checkout.as_uri(), "dir_info": {"editable": True}})
 
-    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
+    needed = {Requirement(text).name for text in metadata.requires("kernel-compat-matrix") or ()}
+    asked: list[str] = []
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: asked.append(name) or Installed())
     house = project.folder / "house"
     fetched(project, "--with-runner")
     assert not list(checkout.rglob("*.whl"))
+    own = {name for name in needed if name.startswith("kernel-compat")}
+    assert {*asked} == {"kernel-compat-matrix", *own}
     runner = (house / f"runner-{TAG}.txt").read_text()
     assert [line.split("==")[0] for line in runner.splitlines()] == ["both", "small"]
     assert (house / "small-1.0-py3-none-any.whl").exists()
@@ -380,6 +418,7 @@ def test_an_sdist_is_built_or_replaced_by_a_wheel_added_by_hand(project: Small) 
     house = project.folder / "house"
     for other in ("2.10", "2.12"):
         wheel(house, "flash_attn", "2.8.3", file=f"flash_attn-2.8.3+cu12torch{other}-py3-none-any.whl")
+    wheel(house, "flash_attn", "2.8.3", code="by = 'for whichever torch'")
     wheel(house, "flash_attn", "2.8.3+cu12torch2.11", code="by = 'added by hand'")
     done = project.run("run", "--offline", "house", cell, **offline(project))
     assert done.returncode == 0, done.stdout

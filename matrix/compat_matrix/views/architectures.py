@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kernel_compat.proving import table
+from kernel_compat.proofs import table
 
 from .compatibility import Releases, alike, table_line, write
 
