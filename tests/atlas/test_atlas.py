@@ -31,7 +31,7 @@ from wheels import publish
 from kernel_compat.errors import SeamError
 from kernel_compat.patching.seam import Read, Seam
 from kernel_compat.patching.shim import Shim
-from kernel_compat.proving.published import digest_of
+from kernel_compat.proofs.published import digest_of
 from kernel_compat_atlas import cli, digests, seams
 from kernel_compat_atlas.cli import main
 from kernel_compat_atlas.errors import AtlasError
@@ -725,7 +725,7 @@ def test_the_hashes_of_new_releases_are_noted(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     noted = tmp_path / "published.json"
     noted.write_text('{"4.57.1": "as before"}')
-    monkeypatch.setattr("kernel_compat.proving.published.PATH", noted)
+    monkeypatch.setattr("kernel_compat.proofs.published.PATH", noted)
     for version in ("4.57.1", "5.0.0", "5.0.1", "5.1.0rc1", "3.0.0"):
         record = f"transformers/__init__.py,sha256={version},0\ntransformers-{version}.dist-info/RECORD,,\n"
         transformers(index.folder, version, LOADER, **{f"transformers-{version}.dist-info/RECORD": record})

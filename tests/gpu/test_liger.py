@@ -15,7 +15,7 @@ import transformers
 from tiny import CAUSAL_LMS, VOCAB, distance, randomize
 from torch import Tensor
 
-from kernel_compat import ops
+import kernel_compat_ops as ops
 from kernel_compat.models import use_liger_kernel
 
 pytest.importorskip("liger_kernel.transformers.monkey_patch", exc_type=ImportError)

@@ -23,9 +23,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kernel_compat import KernelUnavailableError, ops
-from kernel_compat.ops import registry
-from kernel_compat.ops.losses.lazy import LazyLogits
-from kernel_compat.ops.recognisers import norms, rotary
+from kernel_compat_ops import registry
+from kernel_compat_ops.losses.lazy import LazyLogits
+from kernel_compat_ops.recognisers import norms, rotary
 
 pytestmark = pytest.mark.gpu
 
@@ -370,7 +370,7 @@ def test_what_others_have_stays(op: str, value: str, compiled: bool) -> None:
 def test_what_others_have_stays_with_liger(name: str, compiled: bool) -> None:
     """The same for kernels that are no values of an op of their own."""
     pytest.importorskip("liger_kernel")
-    library = importlib.import_module("kernel_compat.ops.kernels.liger")
+    library = importlib.import_module("kernel_compat_ops.kernels.liger")
     weight, bias = torch.linspace(1, 2, 256, device="cuda"), torch.linspace(0, 1, 256, device="cuda")
     formulas: dict[str, Callable[..., Tensor]] = {
         "geglu": lambda gate, up: functional.gelu(gate, approximate="tanh") * up,

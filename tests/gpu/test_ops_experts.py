@@ -16,8 +16,8 @@ from synchronization import no_synchronization
 from tiny import distance
 from torch import Tensor, nn
 
-from kernel_compat import ops
-from kernel_compat.ops import registry
+import kernel_compat_ops as ops
+from kernel_compat_ops import registry
 
 pytestmark = [
     pytest.mark.gpu,

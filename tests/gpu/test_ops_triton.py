@@ -15,9 +15,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 pytest.importorskip("triton")
 
-from kernel_compat.ops.kernels.triton_load_balancing import load_balancing_loss
-from kernel_compat.ops.kernels.triton_rms_norm import rms_norm
-from kernel_compat.ops.kernels.triton_rotary import rotary_pos_emb
+from kernel_compat_ops.kernels.triton_load_balancing import load_balancing_loss
+from kernel_compat_ops.kernels.triton_rms_norm import rms_norm
+from kernel_compat_ops.kernels.triton_rotary import rotary_pos_emb
 
 pytestmark = pytest.mark.gpu
 

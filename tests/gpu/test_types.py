@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kernel_compat.errors import KernelCompatError, UnsupportedFeatureError
-from kernel_compat.proving import recipes
-from kernel_compat.proving.architectures import classes_of
-from kernel_compat.proving.subject import build
-from kernel_compat.proving.tiny import LEVELS, shrink
-from kernel_compat.proving.weights import randomize
+from kernel_compat_prove import recipes
+from kernel_compat_prove.architectures import classes_of
+from kernel_compat_prove.subject import build
+from kernel_compat_prove.tiny import LEVELS, shrink
+from kernel_compat_prove.weights import randomize
 
 pytestmark = pytest.mark.gpu
 

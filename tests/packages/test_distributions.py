@@ -1,0 +1,175 @@
+"""The built distributions, installed from their files into empty environments.
+
+`nox -s packages` builds them, and names their folder in the environment variable DISTRIBUTIONS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+FOLDER = Path(os.environ["DISTRIBUTIONS"])
+ROOT = Path(__file__).parents[2]
+NEIGHBOURS = ("doctor", "ops", "prove")
+EVERY = ("kernel-compat", *(f"kernel-compat-{name}" for name in (*NEIGHBOURS, "atlas", "matrix")))
+
+INSTALLS: dict[str, str] = runpy.run_path(str(ROOT / "docs" / "installs.py"))["INSTALLS"]
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def wheel(name: str) -> Path:
+    (found,) = FOLDER.glob(f"{name.replace('-', '_')}-[0-9]*.whl")
+    return found
+
+
+def metadata(name: str) -> Message:
+    with zipfile.ZipFile(wheel(name)) as archive:
+        (member,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(member).decode())
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """An environment with distributions, by the names of their wheels, and what they need: neither torch nor transformers."""
+
+    def make(*names: str) -> Run:
+        folder = tmp_path_factory.mktemp("environment")
+        subprocess.run([sys.executable, "-m", "uv", "venv", "-q", "--python", sys.executable, folder], check=True)
+        wheels = [str(wheel(name)) for name in names]
+        install = ["pip", "install", "-q", "--python", str(folder), *wheels]
+        subprocess.run([sys.executable, "-m", "uv", *install], check=True, cwd=folder)
+
+        def run(*command: str) -> subprocess.CompletedProcess[str]:
+            program, *arguments = command
+            return subprocess.run(
+                [str(folder / "bin" / program), *arguments],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                cwd=folder,
+                check=False,
+            )
+
+        return run
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def core(environment: Callable[..., Run]) -> Run:
+    return environment("kernel-compat")
+
+
+def version() -> str:
+    return str(metadata("kernel-compat")["Version"])
+
+
+def test_the_core_alone(core: Run) -> None:
+    done = core("kernel-compat", "--version")
+    assert (done.returncode, done.stdout) == (0, f"kernel-compat {version()}\n")
+    status = json.loads(core("kernel-compat", "status", "--json").stdout)
+    assert status["attention"]
+    installed = core("python", "-c", "from importlib.metadata import distributions as d; print(*{x.name for x in d()})")
+    assert set(installed.stdout.split()) == {"kernel-compat", "packaging", "nvidia-ml-py", "wrapt"}
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_the_command_of_a_neighbour_that_is_not_installed(name: str, core: Run) -> None:
+    done = core("kernel-compat", name)
+    assert done.returncode == 2
+    assert f'pip install "kernel-compat[{name}]"' in done.stderr
+
+
+def test_the_public_names_of_a_neighbour_that_is_not_installed(core: Run) -> None:
+    done = core("python", "-c", "from kernel_compat.ops import OpsConfig")
+    assert "ImportError" in done.stderr or "MissingExtraError" in done.stderr
+    assert 'pip install "kernel-compat[ops]"' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "code"),
+    [
+        ("doctor", ("--json",), 0),
+        ("ops", ("--json",), 0),
+        ("prove", ("llama",), 2),  # it needs torch
+    ],
+)
+def test_a_neighbour_alone(name: str, arguments: tuple[str, ...], code: int, environment: Callable[..., Run]) -> None:
+    run = environment("kernel-compat", f"kernel-compat-{name}")
+    done = run("kernel-compat", name, *arguments)
+    assert done.returncode == code, done.stderr
+    if code == 0:
+        assert json.loads(done.stdout)["ok"]
+    else:
+        assert "torch" in done.stderr
+    shown = run("kernel-compat", name, "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert run("python", "-c", f"import kernel_compat_{name}").returncode == 0
+
+
+def test_all_together(environment: Callable[..., Run]) -> None:
+    run = environment(*EVERY)
+    for command in (
+        *(("kernel-compat", name) for name in ("check", "status", "explain", "plan", *NEIGHBOURS)),
+        ("kernel-compat-atlas",),
+        ("kernel-compat-matrix",),
+    ):
+        done = run(*command, "--help")
+        assert done.returncode == 0, done.stderr
+    assert run("python", "-c", "import kernel_compat.ops; kernel_compat.ops.OpsConfig").returncode == 0
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_metadata(name: str) -> None:
+    found = metadata(name)
+    assert found["Version"] == version()
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found.get_all("License-File") == ["LICENSE"]
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert found.get_payload()
+    assert any(one.startswith("Programming Language") for one in found.get_all("Classifier") or ())
+    for text in found.get_all("Requires-Dist") or ():
+        requirement = Requirement(text)
+        if requirement.name in EVERY:
+            assert str(requirement.specifier) == f"=={version()}", text
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("kernel-compat", "unit"), *((f"kernel-compat-{n}", n) for n in NEIGHBOURS)]
+)
+def test_the_sdist_has_the_tests(name: str, folder: str) -> None:
+    (found,) = FOLDER.glob(f"{name.replace('-', '_')}-[0-9]*.tar.gz")
+    with tarfile.open(found) as archive:
+        names = archive.getnames()
+    assert any(re.search(rf"/tests/{folder}/test_\w+\.py$", one) for one in names)
+    assert not any("__pycache__" in one for one in names)
+
+
+@pytest.mark.parametrize("number", range(len(INSTALLS)))
+def test_the_commands_of_the_documents(number: int, tmp_path: Path) -> None:
+    """Those of today, in an environment that is active, from a clone of this repository."""
+    subprocess.run(
+        [sys.executable, "-m", "uv", "venv", "-q", "--seed", "--python", sys.executable, tmp_path / "venv"], check=True
+    )
+    published, command = [*INSTALLS.items()][number]
+    if "[ray]" in command:
+        pytest.skip("as the one without it, and Ray")
+    environment = {**os.environ, "KERNEL_COMPAT": ROOT.as_uri(), "PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}"}
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, env=environment)
+    distribution = re.findall(r"kernel-compat(?:-\w+)?", published)[0]
+    done = subprocess.run([tmp_path / "venv" / "bin" / distribution, "--help"], capture_output=True, check=False)
+    assert done.returncode == 0
