@@ -82,7 +82,7 @@ NEIGHBOURS = ("--editable", "compat/doctor", "--editable", "compat/ops", "--edit
 #: The matrix with the extras that its tests need, and the atlas that it needs.
 MATRIX = (*NEIGHBOURS, "--editable", "atlas", "--editable", "matrix[postgres,service,tox]")
 
-#: The folders of tests of the library and of its neighbours.
+#: The folders of tests of the library and of its neighbours; the last one needs no torch, and has a session of its own.
 SUITES = ("tests/unit", "tests/integration", "tests/ops", "tests/prove", "tests/doctor")
 
 #: A second thread slows tiny models down. No test may access the hub. Where Python doesn't keep bytecode, each of the many
@@ -126,7 +126,14 @@ def docs(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit and integration tests on the newest transformers and torch. Arguments after -- go to pytest."""
     session.install("--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "--group", "test")
-    session.run("pytest", "-n", "2", *SUITES, *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "-n", "2", *SUITES[:-1], *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(tags=["ci"])
+def doctor(session: nox.Session) -> None:
+    """The tests of the doctor, without torch and the other neighbours. Arguments after -- go to pytest."""
+    session.install("--editable", ".", "--editable", "compat/doctor", "--group", "doctor")
+    session.run("pytest", "-n", "2", "tests/doctor", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(tags=["ci"])

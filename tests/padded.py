@@ -14,8 +14,8 @@ from tiny import NAME, OPS_MODELS, SHAPE, VOCAB, modernbert
 from torch import Tensor
 
 import kernel_compat
-from kernel_compat.attention.unpadding import layers
-from kernel_compat.attention.unpadding.call import FLAG, head_of
+from kernel_compat.attention.unpadding import hooks
+from kernel_compat.attention.unpadding.model_call import FLAG, head_of
 from kernel_compat.models import padding_free
 
 ROWS, LENGTH = 3, 12
@@ -122,8 +122,8 @@ def used(model: Any, times: int = 1, tokens: int | None = None) -> Iterator[None
 
 
 def hooks_of(model: Any) -> list[Any]:
-    hooks = [hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
-    return [hook for hook in hooks if hook.__module__ == layers.__name__]
+    own = [hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    return [hook for hook in own if hook.__module__ == hooks.__name__]
 
 
 def outputs(model: Any, given: dict[str, Tensor], **more: Any) -> Any:

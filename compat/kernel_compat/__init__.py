@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from . import models, ops, policy
-    from .attention.defaults import (
+    from .api import (
         Report,
         attention_function,
         install,
@@ -28,15 +28,19 @@ if TYPE_CHECKING:
     )
     from .attention.names import AttentionName
     from .attention.sequence_parallel.ulysses import ulysses
-    from .choosing.torch_backend import use_torch_flash_backend
     from .environment import Device, Environment
     from .errors import (
         AttentionRefusedError,
         KernelCompatError,
+        KernelCompatWarning,
         KernelUnavailableError,
+        MissingExtraError,
+        RenamedWarning,
         SeamError,
+        UnknownNameError,
         UnprotectedError,
         UnprotectedWarning,
+        UnprovenWarning,
         UnsupportedFeatureError,
     )
     from .kernels import Features, Functions, Kernel, Provider, known_kernels
@@ -44,11 +48,12 @@ if TYPE_CHECKING:
     from .patching.report import ShimReport
     from .patching.seam import Read, Seam
     from .patching.shim import Shim
+    from .policy.torch_backend import use_torch_flash_backend
 
 #: The modules that have the public names. Each is imported on first use, so that this import costs next to nothing.
 _HOMES = (
-    *("errors", "environment", "patching.handle", "patching.seam", "patching.shim", "kernels", "attention.defaults"),
-    *("patching.report", "attention.names", "attention.sequence_parallel.ulysses", "choosing.torch_backend"),
+    *("errors", "environment", "patching.handle", "patching.seam", "patching.shim", "kernels", "api"),
+    *("patching.report", "attention.names", "attention.sequence_parallel.ulysses", "policy.torch_backend"),
 )
 
 __all__ = [
@@ -61,16 +66,21 @@ __all__ = [
     "Handle",
     "Kernel",
     "KernelCompatError",
+    "KernelCompatWarning",
     "KernelUnavailableError",
+    "MissingExtraError",
     "Provider",
     "Read",
+    "RenamedWarning",
     "Report",
     "Seam",
     "SeamError",
     "Shim",
     "ShimReport",
+    "UnknownNameError",
     "UnprotectedError",
     "UnprotectedWarning",
+    "UnprovenWarning",
     "UnsupportedFeatureError",
     "attention_function",
     "install",

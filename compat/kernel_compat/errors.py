@@ -5,12 +5,15 @@ from __future__ import annotations
 __all__ = [
     "AttentionRefusedError",
     "KernelCompatError",
+    "KernelCompatWarning",
     "KernelUnavailableError",
     "MissingExtraError",
+    "RenamedWarning",
     "SeamError",
     "UnknownNameError",
     "UnprotectedError",
     "UnprotectedWarning",
+    "UnprovenWarning",
     "UnsupportedFeatureError",
 ]
 
@@ -101,8 +104,20 @@ class UnprotectedError(KernelCompatError, RuntimeError):
         return UnprotectedError(self.shim, self.protects, self.reason)
 
 
-class UnprotectedWarning(UserWarning):
+class KernelCompatWarning(UserWarning):
+    """Base class of the warnings of this library."""
+
+
+class UnprotectedWarning(KernelCompatWarning):
     """`install()` could not apply a shim."""
+
+
+class UnprovenWarning(KernelCompatWarning):
+    """A model is loaded under a registered name, and nothing proves that it computes the same as with eager attention."""
+
+
+class RenamedWarning(KernelCompatWarning, FutureWarning):
+    """A public name under which something was known before; the message has the new one. The old one goes with 1.0."""
 
 
 class UnknownNameError(KernelCompatError, ValueError):

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 import requests
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
-from kernel_compat.cli import tables
+from kernel_compat.cli import printing
 from kernel_compat.environment import Environment
 
 from .errors import MatrixError
@@ -71,17 +71,17 @@ def run(options: argparse.Namespace) -> int:
     """Print a service's verdict on this environment; returns the exit code: 1 if it is known to be bad, else 0."""
     report = ask(options.service)
     if options.json:
-        print(json.dumps(tables.plain({"ok": report.ok, **tables.fields_of(report)}), indent=2, allow_nan=False))
+        print(json.dumps(printing.plain({"ok": report.ok, **printing.fields_of(report)}), indent=2, allow_nan=False))
         return int(not report.ok)
-    tables.print_environment(report.environment)
+    printing.print_environment(report.environment)
     for answer in report.answers:
         style = "bold red" if answer.bad else "green" if answer.verdict == "passed" else "yellow"
         verdict, *evidence = describe(answer)
-        tables.print_text(f"\n{verdict}", style)
+        printing.print_text(f"\n{verdict}", style)
         for text in evidence:
-            tables.print_text(text)
+            printing.print_text(text)
     if not report.ok:
-        tables.print_text("This environment is known to be bad: see above.", "bold red")
+        printing.print_text("This environment is known to be bad: see above.", "bold red")
     return int(not report.ok)
 
 

@@ -21,10 +21,10 @@ from kernel_compat.attention.roles import (
     TOKENS,
     WINDOW,
 )
-from kernel_compat.choosing.flash_flags import require_flash_support
-from kernel_compat.choosing.layers import require_declared
 from kernel_compat.patching.pass_through import unwrapped
 from kernel_compat.patching.seam import Seam
+from kernel_compat.policy.flash_flags import require_flash_support
+from kernel_compat.policy.layers import require_declared
 
 from . import _own_attention
 

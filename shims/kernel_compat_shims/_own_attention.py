@@ -30,9 +30,9 @@ from kernel_compat.attention.roles import (
     WINDOW,
     implementation_of,
 )
-from kernel_compat.choosing.flash_flags import is_base
 from kernel_compat.errors import AttentionRefusedError, UnsupportedFeatureError
 from kernel_compat.patching.swap import Change, Changes
+from kernel_compat.policy.flash_flags import is_base
 
 _FORWARD = "_flash_attention_forward"
 #: Functions that models import only where a FlashAttention is installed, and the modules that have them.

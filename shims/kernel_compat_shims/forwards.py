@@ -14,10 +14,10 @@ from weakref import WeakSet
 
 from kernel_compat.attention.defaults import resolve
 from kernel_compat.attention.roles import ATTENTIONS, READ, implementation_of
-from kernel_compat.choosing.layers import require_declared, require_layers
 from kernel_compat.errors import SeamError, UnsupportedFeatureError
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
+from kernel_compat.policy.layers import require_declared, require_layers
 
 from . import _own_attention
 from ._dispatch import MODEL
@@ -29,7 +29,7 @@ _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     from kernel_compat.attention.forward_context import with_context
     from kernel_compat.attention.tensors import require_readable
-    from kernel_compat.attention.unpadding.call import unpadded
+    from kernel_compat.attention.unpadding.model_call import unpadded
 
     called: WeakSet[Any] = WeakSet()
 

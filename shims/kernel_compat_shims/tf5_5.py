@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from kernel_compat.choosing.flash_flags import FLAG, LEGACY, declared_flash_support
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
 from kernel_compat.patching.swap import Change, Changes
+from kernel_compat.policy.flash_flags import FLAG, LEGACY, declared_flash_support
 
 from ._dispatch import MODEL
 

@@ -17,7 +17,7 @@ from tiny import TRANSFORMERS, VOCAB, load, saved
 
 import kernel_compat
 from kernel_compat.models import use_sdpa_backends
-from kernel_compat.policy import best_available, load_with_fallback, resolve_preload
+from kernel_compat.policy import best_available, load_with_fallback, plan_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -75,7 +75,7 @@ def test_the_best_varlen_kernel_takes_packed_sequences(models: Path, lengths: st
         longest = torch.tensor(20) if lengths == "tensors" else 20
         packed |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     with kernel_compat.installed(), torch.no_grad():
-        name = resolve_preload(None, packed_sequence=True).attn_implementation
+        name = plan_attention(None, packed_sequence=True).attn_implementation
         model = load(path, name).to("cuda", torch.bfloat16)
         ours = model(input_ids=ids, use_cache=False, **packed).logits.float()
         truth, yardstick = (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from kernel_compat.policy import resolve_preload
+from kernel_compat.policy import plan_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,7 +49,7 @@ def run(rank: int, store: str, file: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     mesh = dist.device_mesh.init_device_mesh("cuda", (RANKS,))
-    backends = resolve_preload("sdpa", cp_size=RANKS).sdpa_backends or ()
+    backends = plan_attention("sdpa", cp_size=RANKS).sdpa_backends or ()
     found = {(name, heads): errors(mesh, name, heads) for name in backends for heads in (8, 2)}
     # Last: with fewer key heads it raises, and leaves the process unusable.
     found["efficient_attention", 8] = errors(mesh, "efficient_attention", 8)

@@ -34,8 +34,8 @@ from tiny import SHAPE, VOCAB, accepts, distance, gradients
 from transformers.masking_utils import create_causal_mask
 
 import kernel_compat
-from kernel_compat.choosing.layers import layer_kernels
 from kernel_compat.kernels import LayeredKernel, flex_mask
+from kernel_compat.policy.layers import layer_kernels
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 

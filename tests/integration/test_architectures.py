@@ -31,7 +31,7 @@ from tiny import (
 from torch import Tensor
 
 import kernel_compat
-from kernel_compat.choosing.support import slides
+from kernel_compat.policy.support import slides
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
@@ -352,7 +352,7 @@ class TestConvolutionalBackbone:
         assert distance(found, expected) < TOLERANCE
 
     def test_backbones_with_attention_are_refused(self) -> None:
-        from kernel_compat.choosing.support import has_no_attention
+        from kernel_compat.policy.support import has_no_attention
 
         assert has_no_attention(transformers.ResNetBackbone)
         assert has_no_attention(transformers.ConvNextBackbone)

@@ -21,11 +21,11 @@ from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, installation, load, save
 
 import kernel_compat
 from kernel_compat import KernelUnavailableError, UnsupportedFeatureError
-from kernel_compat.choosing import loading
-from kernel_compat.choosing.support import needs
 from kernel_compat.errors import AttentionRefusedError
 from kernel_compat.kernels import Features, Kernel, Provider
-from kernel_compat.policy import load_with_fallback, verify_flash_support, verify_sdpa_support
+from kernel_compat.policy import load_with_fallback, loading
+from kernel_compat.policy.planning import verify_context_parallel, verify_flash
+from kernel_compat.policy.support import needs
 
 #: A kernel whose package is installed nowhere.
 UNAVAILABLE = Kernel("absent", (Provider("absent_flash", "absent-flash", Features(), "Install it."),))
@@ -272,11 +272,11 @@ class TestCompositeModels:
         assert caplog.text == ""
 
     def test_a_part_without_sdpa_under_context_parallelism(self) -> None:
-        verify_sdpa_support(llava("llama", **{"text_config": "sdpa", "vision_config": "sdpa"}), 2)
+        verify_context_parallel(llava("llama", **{"text_config": "sdpa", "vision_config": "sdpa"}), 2)
         for part in ("text_config", "vision_config"):
             names = {"text_config": "sdpa", "vision_config": "sdpa", part: "eager"}
             with pytest.raises(UnsupportedFeatureError, match="LlavaForConditionalGeneration.*'eager' and 'sdpa'"):
-                verify_sdpa_support(llava("llama", **names), 2)
+                verify_context_parallel(llava("llama", **names), 2)
 
 
 class TestWhatIsReturned:
@@ -365,11 +365,11 @@ class TestOtherErrors:
 class TestVerify:
     def test_llama(self, models: Path) -> None:
         model = load(saved(models, "llama"), "sdpa")
-        verify_sdpa_support(model, 2)
-        verify_flash_support(model, "flash_attention_reference")
+        verify_context_parallel(model, 2)
+        verify_flash(model, "flash_attention_reference")
         if not torch.cuda.is_available():
             with pytest.raises(KernelUnavailableError, match="flash_attention_2 is not usable here"):
-                verify_flash_support(model, "flash_attention_2")
+                verify_flash(model, "flash_attention_2")
 
     def test_wrapped_models(self, models: Path) -> None:
         """torch.compile's wrapper, and one that forwards attributes like PEFT's."""
@@ -384,24 +384,24 @@ class TestVerify:
 
         model = load(saved(models, "llama"), "sdpa")
         for wrapped in (torch.compile(model), Peft(model), torch.compile(Peft(model))):
-            verify_sdpa_support(wrapped, 2)
-            verify_flash_support(wrapped, "flash_attention_reference")
+            verify_context_parallel(wrapped, 2)
+            verify_flash(wrapped, "flash_attention_reference")
         eager = load(saved(models, "llama"), "eager")
         with pytest.raises(UnsupportedFeatureError, match="LlamaForCausalLM"):
-            verify_sdpa_support(torch.compile(Peft(eager)), 2)
+            verify_context_parallel(torch.compile(Peft(eager)), 2)
 
     def test_llama_with_eager(self, models: Path) -> None:
         with pytest.raises(UnsupportedFeatureError, match=r"LlamaForCausalLM.*attn_implementation='eager'.*'sdpa'"):
-            verify_sdpa_support(load(saved(models, "llama"), "eager"), 2)
+            verify_context_parallel(load(saved(models, "llama"), "eager"), 2)
 
     def test_softcap(self, models: Path) -> None:
         model = load(saved(models, "gemma2_softcap"), "eager")
         with pytest.raises(UnsupportedFeatureError, match="Gemma2ForCausalLM"):
-            verify_sdpa_support(model, 2)
+            verify_context_parallel(model, 2)
         model.config._attn_implementation = "sdpa"
         with pytest.raises(UnsupportedFeatureError, match="Gemma2ForCausalLM"):
-            verify_sdpa_support(model, 2)
-        verify_flash_support(model, "flash_attention_reference")
+            verify_context_parallel(model, 2)
+        verify_flash(model, "flash_attention_reference")
 
     @pytest.mark.skipif("gpt_oss_sinks" not in CAUSAL_LMS, reason="this release has no GPT-OSS")
     def test_sinks(self, models: Path) -> None:
@@ -410,10 +410,10 @@ class TestVerify:
             with pytest.raises(
                 UnsupportedFeatureError, match=f"{name}.*attention sinks, which GptOssForCausalLM needs"
             ):
-                verify_flash_support(model, name)
+                verify_flash(model, name)
         kernel_compat.register_attention(NAME, kernel="flash_attention_reference")
         try:
-            verify_flash_support(model, NAME)
+            verify_flash(model, NAME)
         finally:
             kernel_compat.unregister_attention(NAME)
 
@@ -424,16 +424,16 @@ class TestVerify:
 
     def test_the_legacy_flag(self, remote: Path) -> None:
         model = load(saved_remote_code(remote / "legacy"), "eager", trust_remote_code=True)
-        verify_flash_support(model, "flash_attention_reference")
-        verify_flash_support(type(model), "flash_attention_reference")
+        verify_flash(model, "flash_attention_reference")
+        verify_flash(type(model), "flash_attention_reference")
         with pytest.raises(UnsupportedFeatureError, match="LegacyForCausalLM does not support sdpa"):
-            verify_sdpa_support(model, 2)
+            verify_context_parallel(model, 2)
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "qwen2_window", "mistral_window", "deepseek_value_dim"])
 @pytest.mark.parametrize("training", [False, True])
 def test_packed_sequences_on_sdpa(name: str, training: bool, models: Path) -> None:
-    """The batches that `resolve_preload` allows: with position_ids alone and no cache, each sequence is computed separately."""
+    """The batches that `plan_attention` allows: with position_ids alone and no cache, each sequence is computed separately."""
     model = load(saved(models, name), "sdpa").train(training)
     ids, lengths = torch.randint(3, VOCAB, (1, 20)), (7, 9, 4)
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -504,8 +504,8 @@ class TestContextParallelism:
     def test_windows(self, name: str, models: Path) -> None:
         model = load(saved(models, name), "sdpa")
         with pytest.raises(UnsupportedFeatureError, match="ForCausalLM.*cp_size=2.*sliding window of 5.*Set cp_size=1"):
-            verify_sdpa_support(model, 2)
-        verify_sdpa_support(model, 1)
+            verify_context_parallel(model, 2)
+        verify_context_parallel(model, 1)
 
     @pytest.mark.parametrize(
         ("model_type", "values"),
@@ -522,13 +522,13 @@ class TestContextParallelism:
         ],
     )
     def test_full_causal_attention(self, model_type: str, values: dict[str, Any]) -> None:
-        verify_sdpa_support(empty(model_type, num_hidden_layers=2, **values), 2)
+        verify_context_parallel(empty(model_type, num_hidden_layers=2, **values), 2)
 
     @pytest.mark.parametrize("model_type", [name for name in UNSUITABLE if name in transformers.CONFIG_MAPPING])
     def test_anything_else(self, model_type: str) -> None:
         values, says = UNSUITABLE[model_type]
         with pytest.raises(UnsupportedFeatureError, match=says):
-            verify_sdpa_support(empty(model_type, **values), 2)
+            verify_context_parallel(empty(model_type, **values), 2)
 
     def test_a_prefix_that_attends_to_both_sides(self) -> None:
         vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -540,7 +540,7 @@ class TestContextParallelism:
         )
         model = transformers.PaliGemmaForConditionalGeneration._from_config(config, attn_implementation="sdpa")
         with pytest.raises(UnsupportedFeatureError, match="mask pattern of its own"):
-            verify_sdpa_support(model, 2)
+            verify_context_parallel(model, 2)
 
     @pytest.mark.parametrize(
         ("kind", "says"),
@@ -554,23 +554,23 @@ class TestContextParallelism:
         model = empty("llama", num_hidden_layers=2)
         model.model.layers[1].self_attn = kind()
         with pytest.raises(UnsupportedFeatureError, match=says):
-            verify_sdpa_support(model, 2)
+            verify_context_parallel(model, 2)
 
     def test_parts_of_a_layer(self) -> None:
         model = empty("llama", num_hidden_layers=2)
         layer = model.model.layers[0]
         layer.mlp = Convolved(layer.mlp)
         with pytest.raises(UnsupportedFeatureError, match=r"mlp.short \(Conv1d\) mixes tokens"):
-            verify_sdpa_support(model, 2)
+            verify_context_parallel(model, 2)
         layer.mlp = layer.mlp.inner
-        verify_sdpa_support(model, 2)
+        verify_context_parallel(model, 2)
         layer.self_attn.dt_bias = torch.nn.Parameter(torch.zeros(4))
         with pytest.raises(UnsupportedFeatureError, match=r"has a state \(dt_bias\)"):
-            verify_sdpa_support(model, 2)
+            verify_context_parallel(model, 2)
         del layer.self_attn.dt_bias
         layer.self_attn.is_causal = False
         with pytest.raises(UnsupportedFeatureError, match=r"self_attn.*isn't known to be causal"):
-            verify_sdpa_support(model, 2)
+            verify_context_parallel(model, 2)
 
 
 class TestModelsAreChecked:

@@ -35,9 +35,9 @@ from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 import kernel_compat
 from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, policy
-from kernel_compat.choosing import loading
 from kernel_compat.cli.explain import explain
 from kernel_compat.diagnostics import numerics as check
+from kernel_compat.policy import loading
 
 TORCH = Version(torch.__version__).release
 NAME = "flash_attention_torch"
@@ -417,12 +417,12 @@ class TestWithoutAKernel:
         assert (steps[NAME].usable, steps[NAME].reason) == (False, "no CUDA device is visible")
         with pytest.raises(KernelUnavailableError, match=f"{NAME}: no CUDA device is visible"):
             policy.best_available(requires={"varlen"})
-        preload = policy.resolve_preload(NAME, packed_sequence=True)
+        preload = policy.plan_attention(NAME, packed_sequence=True)
         assert f"{NAME} is not usable here: no CUDA device is visible." in preload.reasons
 
-    def test_verify_flash_support(self, models: Path) -> None:
+    def test_verify_attention(self, models: Path) -> None:
         with pytest.raises(KernelUnavailableError, match=f"{NAME} is not usable here: no CUDA device is visible"):
-            policy.verify_flash_support(load(saved(models, "llama_gqa"), "eager"), NAME)
+            policy.verify_attention(load(saved(models, "llama_gqa"), "eager"), NAME)
 
     @pytest.mark.parametrize("first", [NAME, "my_flash_torch", "flash_attention_2"])
     def test_load_with_fallback_goes_on(self, models: Path, caplog: pytest.LogCaptureFixture, first: str) -> None:

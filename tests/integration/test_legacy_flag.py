@@ -21,7 +21,7 @@ from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, load
 from transformers import PreTrainedModel
 
 import kernel_compat
-from kernel_compat.choosing.flash_flags import declared_flash_support
+from kernel_compat.policy.flash_flags import declared_flash_support
 
 BRIDGED = Version("5.4") <= TRANSFORMERS
 only_bridged = pytest.mark.skipif(not BRIDGED, reason="transformers itself reads the legacy flag before 5.4")

@@ -29,7 +29,7 @@ from tiny import NAME, TRANSFORMERS, VOCAB, distance, gradients
 from torch import Tensor
 
 import kernel_compat
-from kernel_compat.attention.unpadding.call import FLAG
+from kernel_compat.attention.unpadding.model_call import FLAG
 from kernel_compat.models import padding_free
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")

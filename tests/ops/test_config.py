@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import kernel_compat
 from kernel_compat import Device, Environment, KernelUnavailableError, ops
 from kernel_compat_ops import registry
 
@@ -412,3 +413,8 @@ def test_a_registry_of_one_s_own() -> None:
     mine.unregister("rms_norm", "standard", "mine")
     with pytest.raises(ValueError, match="the values are eager"):
         mine.require("rms_norm", "mine", Environment(packages=TORCH))
+
+
+def test_the_name_of_earlier_releases() -> None:
+    with pytest.warns(kernel_compat.RenamedWarning, match="ops.Report is now BoundOps"):
+        assert ops.Report is ops.BoundOps  # type: ignore[attr-defined]

@@ -107,7 +107,7 @@ def forwards(paths: tuple[str, ...]) -> set[str]:
     return {f"{path}.forward" for path in paths}
 
 
-def undo(report: ops.Report) -> int:
+def undo(report: ops.BoundOps) -> int:
     """Undo a report; returns how many bindings it left in place, each with a warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -13,7 +13,7 @@ from padded import batch, llama
 from tiny import NAME, TRANSFORMERS, distance
 
 import kernel_compat
-from kernel_compat.attention.unpadding.call import FLAG
+from kernel_compat.attention.unpadding.model_call import FLAG
 from kernel_compat.models import padding_free
 from kernel_compat_prove import Outcome, Proof, at_load, prove_config
 

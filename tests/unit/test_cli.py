@@ -18,7 +18,7 @@ import pytest
 
 import kernel_compat
 from kernel_compat import cli
-from kernel_compat.cli import tables
+from kernel_compat.cli import printing
 from kernel_compat.policy import LADDER
 from kernel_compat.proofs import table
 from kernel_compat.versions import minor
@@ -460,7 +460,7 @@ class TestPlan:
 
 
 def test_a_number_that_is_not_finite_is_null() -> None:
-    assert tables.plain({"errors": (float("nan"), float("inf"), 1.0)}) == {"errors": [None, None, 1.0]}
+    assert printing.plain({"errors": (float("nan"), float("inf"), 1.0)}) == {"errors": [None, None, 1.0]}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo terminals are POSIX")

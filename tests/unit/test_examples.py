@@ -21,7 +21,7 @@ WITH_EXAMPLES = {
     "ladder",
     "next_fallback",
     "register_attention",
-    "resolve_preload",
+    "plan_attention",
     "use_sdpa_backends",
 }
 

@@ -27,7 +27,7 @@ ALLOWED = {
     "why a kernel is not usable": (
         "[kernel.unavailable_because(k.Environment.detect()) for kernel in k.known_kernels().values()]"
     ),
-    "what to load a model with": "k.policy.ladder(); k.policy.resolve_preload('flash_attention_2', packed_sequence=True)",
+    "what to load a model with": "k.policy.ladder(); k.policy.plan_attention('flash_attention_2', packed_sequence=True)",
     "uninstall": "k.uninstall()",
     "status without a name": "[k.unregister_attention(name) for name in ('a_flash', 'b_flash')]; k.status()",
     "every public name": "[getattr(k, name) for name in k.__all__]",

@@ -19,7 +19,7 @@ from kernel_compat import Environment, Seam, Shim, releases
 from kernel_compat.attention import defaults
 from kernel_compat.attention.registry import AttentionRegistry
 from kernel_compat.patching.installation import Installation
-from kernel_compat.patching.report import Report
+from kernel_compat.patching.report import InstallationReport
 from kernel_compat.patching.shim import discover
 from kernel_compat.patching.swap import Changes
 
@@ -120,7 +120,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made.uninstall()
 
 
-def states(report: Report) -> dict[str, str]:
+def states(report: InstallationReport) -> dict[str, str]:
     return {entry.name: entry.state for entry in report.shims}
 
 
@@ -897,7 +897,7 @@ def run_in_threads(work: Callable[[int], object], count: int = 8) -> None:
 
 def test_many_threads_install_one(world: World) -> None:
     world.points = {"a": shim("one"), "b": shim("two", METHOD, OF)}
-    reports: list[Report] = []
+    reports: list[InstallationReport] = []
     run_in_threads(lambda index: reports.append(world.install()))
     assert all(states(report) == {"one": "applied", "two": "applied"} for report in reports)
     assert world.upstream.f(1) == ("ours", ("f", 1, 0))  # wrapped once, not eight times

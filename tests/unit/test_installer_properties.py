@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kernel_compat import Environment, Seam, Shim
 from kernel_compat.patching.installation import Installation
-from kernel_compat.patching.report import Report
+from kernel_compat.patching.report import InstallationReport
 
 HOME, USER = "kc_machine_upstream", "kc_machine_user"
 
@@ -215,7 +215,7 @@ class Machine(RuleBasedStateMachine):
 
     # invariants
 
-    def check(self, report: Report) -> None:
+    def check(self, report: InstallationReport) -> None:
         for entry in report.shims:
             attributes = [target.partition(":")[2] for target in entry.seams]
             if entry.state == "applied":

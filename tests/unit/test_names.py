@@ -23,6 +23,7 @@ from kernel_compat import (
     Features,
     Kernel,
     UnsupportedFeatureError,
+    api,
     known_kernels,
     register_attention,
     registered_attention,
@@ -31,11 +32,11 @@ from kernel_compat import (
 from kernel_compat.attention import defaults
 from kernel_compat.attention.mask_function import attention_mask_function
 from kernel_compat.attention.registry import AttentionRegistry
-from kernel_compat.choosing.capabilities import capabilities, require_features
-from kernel_compat.choosing.ladder import next_fallback
 from kernel_compat.cli import main
 from kernel_compat.environment import Device
 from kernel_compat.patching.installation import Installation
+from kernel_compat.policy.capabilities import capabilities, require_features
+from kernel_compat.policy.fallback import next_fallback
 
 REFERENCE = "flash_attention_reference"
 
@@ -546,11 +547,11 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         (folder / "entry_points.txt").write_text(f"[kernel_compat.attention]\n{points}\n")
         monkeypatch.syspath_prepend(str(tmp_path))
 
-    defaults._from_entry_points.cache_clear()
+    api._from_entry_points.cache_clear()
     defaults.registry.declared.clear()
     yield write
     sys.modules.pop("x_plugin", None)
-    defaults._from_entry_points.cache_clear()
+    api._from_entry_points.cache_clear()
     defaults.registry.declared.clear()
 
 

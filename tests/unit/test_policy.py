@@ -11,18 +11,17 @@ from torch import nn
 
 import kernel_compat
 from kernel_compat import Device, Environment, KernelUnavailableError, UnsupportedFeatureError, policy
-from kernel_compat.choosing import loading
 from kernel_compat.errors import UnknownNameError
 from kernel_compat.policy import (
     LADDER,
     best_available,
     ladder,
     load_with_fallback,
+    loading,
     next_fallback,
-    resolve_preload,
-    verify_flash_support,
-    verify_sdpa_support,
+    plan_attention,
 )
+from kernel_compat.policy.planning import verify_context_parallel, verify_flash
 
 A100 = Device("NVIDIA A100", (8, 0))
 H100 = Device("NVIDIA H100", (9, 0))
@@ -279,7 +278,7 @@ class TestBestAvailable:
 
 
 def plan(name: Any, here: Environment | None = None, **options: Any) -> policy.Preload:
-    return resolve_preload(name, environment=here or environment(*ALL, devices=(H100,)), **options)
+    return plan_attention(name, environment=here or environment(*ALL, devices=(H100,)), **options)
 
 
 class TestResolvePreload:
@@ -442,7 +441,7 @@ class TestResolvePreload:
     )
     def test_bad_sizes(self, options: dict[str, Any], error: type[Exception], says: str) -> None:
         with pytest.raises(error, match=says):
-            resolve_preload(**{"attn_implementation": "sdpa", **options})
+            plan_attention(**{"attn_implementation": "sdpa", **options})
 
     @pytest.mark.parametrize("name", ["flex_attention", "org/repo", "flash_atention_2"])
     def test_names_that_are_not_ours_to_judge(self, name: str) -> None:
@@ -498,34 +497,34 @@ class Old(Model):
 
 class TestVerifySdpa:
     def test_one_rank_asks_nothing(self) -> None:
-        assert verify_sdpa_support(Old("eager"), 1) is None
-        assert verify_sdpa_support(Old("eager")) is None
+        assert verify_context_parallel(Old("eager"), 1) is None
+        assert verify_context_parallel(Old("eager")) is None
 
     def test_right(self) -> None:
-        verify_sdpa_support(Model("sdpa"), 2)
-        verify_sdpa_support(Model, 2)
+        verify_context_parallel(Model("sdpa"), 2)
+        verify_context_parallel(Model, 2)
 
     @pytest.mark.parametrize("model", [Old("eager"), Old])
     def test_a_model_without_sdpa(self, model: Any) -> None:
         with pytest.raises(UnsupportedFeatureError, match=r"Old does not support sdpa.*cp_size=2.*Set cp_size=1"):
-            verify_sdpa_support(model, 2)
+            verify_context_parallel(model, 2)
 
     @pytest.mark.parametrize("name", ["eager", "flash_attention_2"])
     def test_a_model_that_was_loaded_with_another(self, name: str) -> None:
         with pytest.raises(UnsupportedFeatureError, match=f"Model.*'{name}'.*Load it with attn_implementation='sdpa'"):
-            verify_sdpa_support(Model(name), 2)
+            verify_context_parallel(Model(name), 2)
 
     def test_a_name_that_handles_it(self) -> None:
         kernel_compat.register_attention("my_flash", kernel="flash_attention_2", handles_context_parallel=True)
-        verify_sdpa_support(Old("my_flash"), 2)
+        verify_context_parallel(Old("my_flash"), 2)
         kernel_compat.unregister_attention("my_flash")
         kernel_compat.register_attention("my_flash", kernel="flash_attention_2")
         with pytest.raises(UnsupportedFeatureError):
-            verify_sdpa_support(Model("my_flash"), 2)
+            verify_context_parallel(Model("my_flash"), 2)
 
     def test_softcap(self) -> None:
         with pytest.raises(UnsupportedFeatureError, match="It needs softcap, which sdpa does not support"):
-            verify_sdpa_support(Model("sdpa", Layer(attn_logit_softcapping=50.0)), 2)
+            verify_context_parallel(Model("sdpa", Layer(attn_logit_softcapping=50.0)), 2)
 
     def test_a_class_with_a_property(self) -> None:
         class Odd(Model):
@@ -533,15 +532,15 @@ class TestVerifySdpa:
 
         for model in (Odd, Odd()):
             with pytest.raises(UnsupportedFeatureError, match="Odd does not support sdpa"):
-                verify_sdpa_support(model, 2)
+                verify_context_parallel(model, 2)
 
     def test_an_object_that_is_no_model(self) -> None:
         with pytest.raises(UnsupportedFeatureError, match="Layer does not support sdpa"):
-            verify_sdpa_support(Layer(), 2)
+            verify_context_parallel(Layer(), 2)
 
     def test_a_bad_size(self) -> None:
         with pytest.raises(ValueError, match="can't be 0"):
-            verify_sdpa_support(Model(), 0)
+            verify_context_parallel(Model(), 0)
 
 
 def without_sinks(
@@ -557,8 +556,8 @@ class TestVerifyFlash:
 
     @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flash_attention_4"])
     def test_right(self, name: str) -> None:
-        assert verify_flash_support(Model(), name, self.here) is None
-        assert verify_flash_support(Model, name, self.here) is None
+        assert verify_flash(Model(), name, self.here) is None
+        assert verify_flash(Model, name, self.here) is None
 
     @pytest.mark.parametrize("sdpa", [False, True])
     @pytest.mark.parametrize("instance", [False, True])
@@ -572,7 +571,7 @@ class TestVerifyFlash:
         with pytest.raises(
             UnsupportedFeatureError, match=f"Older does not support flash attention .*says\\. Use {others}, or"
         ):
-            verify_flash_support(Older() if instance else Older, "flash_attention_2", self.here)
+            verify_flash(Older() if instance else Older, "flash_attention_2", self.here)
 
     def test_the_legacy_flag(self) -> None:
         class Legacy(Model):
@@ -583,8 +582,8 @@ class TestVerifyFlash:
             _supports_flash_attn_2 = True
 
         with pytest.raises(UnsupportedFeatureError):
-            verify_flash_support(Legacy, "flash_attention_2", self.here)
-        verify_flash_support(Newer, "flash_attention_2", self.here)
+            verify_flash(Legacy, "flash_attention_2", self.here)
+        verify_flash(Newer, "flash_attention_2", self.here)
 
     @pytest.mark.parametrize(
         ("model", "name", "says"),
@@ -605,7 +604,7 @@ class TestVerifyFlash:
             name = "my_flash"
             kernel_compat.register_attention(name, kernel=SimpleNamespace(flash_attn_varlen_func=without_sinks))
         with pytest.raises(UnsupportedFeatureError, match=says) as caught:
-            verify_flash_support(model, name, here)
+            verify_flash(model, name, here)
         assert "Model" in str(caught.value)
 
     @pytest.mark.parametrize(
@@ -619,16 +618,16 @@ class TestVerifyFlash:
     def test_a_window_that_is_not_used(self, config: Config) -> None:
         kernel_compat.register_attention("my_flash", kernel="flash_attention_3")
         here = environment("fa3-fwd", devices=(H100,))
-        assert verify_flash_support(Model(layer=Layer(config=config)), "my_flash", here) is None
+        assert verify_flash(Model(layer=Layer(config=config)), "my_flash", here) is None
 
     def test_not_here(self) -> None:
         with pytest.raises(KernelUnavailableError, match="flash_attention_3 is not usable here.*9.0 to 9.x.*B200"):
-            verify_flash_support(Model(), "flash_attention_3", environment(*ALL, devices=(B200,)))
+            verify_flash(Model(), "flash_attention_3", environment(*ALL, devices=(B200,)))
 
     @pytest.mark.parametrize("name", ["sdpa", "eager", "nothing"])
     def test_no_flash_attention(self, name: str) -> None:
         with pytest.raises(ValueError, match=f"'{name}' is no flash attention; there are: flash_attention_2"):
-            verify_flash_support(Model(), name, self.here)
+            verify_flash(Model(), name, self.here)
 
 
 class TestLoadWithFallback:
@@ -762,7 +761,7 @@ class TestLoadWithFallback:
 
         def load(name: str) -> Model:
             if name != "sdpa":
-                verify_flash_support(Old, name)
+                verify_flash(Old, name)
             return Model(name)
 
         assert load_with_fallback(load, "flash_attention_reference").config._attn_implementation == "sdpa"
@@ -807,6 +806,33 @@ class TestProvenWrong:
         assert ladder("their_flash", self.HERE, model_type="gpt2")[0].usable is True  # its author has to prove it
 
     def test_packed_sequences(self) -> None:
-        plan = resolve_preload("sdpa", packed_sequence=True, environment=self.HERE, model_type="gpt2")
+        plan = plan_attention("sdpa", packed_sequence=True, environment=self.HERE, model_type="gpt2")
         assert plan.attn_implementation == "flash_attention_3"
         assert any("gpt2 is proven wrong" in reason for reason in plan.reasons)
+
+
+class TestVerifyAttention:
+    """It is one call of what the tests above call by halves."""
+
+    def test_a_name(self) -> None:
+        with pytest.raises(ValueError, match="is no flash attention"):
+            policy.verify_attention(Model(), "eager")
+
+    def test_ranks(self) -> None:
+        policy.verify_attention(Model("eager"))
+        with pytest.raises(UnsupportedFeatureError, match="context parallelism"):
+            policy.verify_attention(Model("eager"), cp_size=2)
+
+    def test_both(self) -> None:
+        here = environment(*ALL, devices=(H100,))
+        policy.verify_attention(Model("sdpa"), "flash_attention_2", cp_size=2, environment=here)
+        with pytest.raises(UnsupportedFeatureError, match="context parallelism"):
+            policy.verify_attention(Model("eager"), "flash_attention_2", cp_size=2, environment=here)
+
+
+@pytest.mark.parametrize("name", ["Preload", "resolve_preload", "verify_flash_support", "verify_sdpa_support"])
+def test_names_of_earlier_releases(name: str) -> None:
+    with pytest.warns(kernel_compat.RenamedWarning, match=rf"kernel_compat\.policy\.{name} is now "):
+        found = getattr(policy, name)
+    assert callable(found)
+    assert name not in policy.__all__

@@ -21,8 +21,8 @@ from torch.nn.attention import varlen
 
 import kernel_compat
 from kernel_compat import Device, Environment, KernelUnavailableError, use_torch_flash_backend
-from kernel_compat.choosing.torch_backend import unavailable_because
 from kernel_compat.kernels import reference
+from kernel_compat.policy.torch_backend import unavailable_because
 
 TORCH = Version(torch.__version__).release
 needs_activation = pytest.mark.skipif(TORCH < (2, 11), reason="torch 2.10 has no backend to activate")
@@ -229,7 +229,7 @@ def test_handles_and_blocks(fa4: None) -> None:
 def test_what_was_active_stays_where_activation_fails(fa4: None, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_compat.install()
     with use_torch_flash_backend("FA4"):
-        monkeypatch.setattr("kernel_compat.choosing.torch_backend.unavailable_because", lambda backend: [])
+        monkeypatch.setattr("kernel_compat.policy.torch_backend.unavailable_because", lambda backend: [])
         with pytest.raises(KernelUnavailableError, match="it can't be activated"):
             use_torch_flash_backend("FA3")  # its package isn't installed
         assert kernel_compat.status().torch_flash_backend == "FA4"

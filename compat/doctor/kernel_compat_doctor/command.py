@@ -9,7 +9,7 @@ from typing import Any
 from packaging.utils import InvalidName, canonicalize_name
 
 from kernel_compat.cli.arguments import BadArgumentsError, add_json
-from kernel_compat.cli.tables import print_table, print_text
+from kernel_compat.cli.printing import print_table, print_text
 
 from . import Built, Diagnosis, Finding, Package, Way, diagnose, ways
 

@@ -1,172 +1,21 @@
-"""The installation and the attention registry of this process, and the public functions bound to them."""
+"""The installation and the attention registry of this process, which `kernel_compat.api` has the public functions of."""
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache, partial
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
 
-from ..environment import Environment, torch_flash_backend
-from ..errors import UnprotectedWarning
-from ..kernels import Features, ForwardOnly, Kernel, LayeredKernel, as_kernel
-from ..patching import report
 from ..patching.installation import Installation
-from .names import AttentionName
 from .registry import AttentionRegistry
-from .unsupported import refusal, refusing, unsupported_because
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = [
-    "Report",
-    "attention_function",
-    "install",
-    "installed",
-    "mask_function",
-    "register_attention",
-    "registered_attention",
-    "require_protected",
-    "resolve",
-    "status",
-    "uninstall",
-    "unproven",
-    "unregister_attention",
-]
+__all__ = ["UNPROVEN", "checked", "installation", "registry", "require_protected", "resolve", "unproven"]
 
 registry = AttentionRegistry()
 installation = Installation([registry], concerns=registry.concerns)
 
 resolve = registry.resolve
 
-#: The entry points of other distributions' attention names.
-ENTRY_POINT_GROUP = "kernel_compat.attention"
-
 #: The values of `install(unproven=...)`.
 UNPROVEN = ("warn", "refuse", "allow")
-
-
-@dataclass(frozen=True)
-class Report(report.Report):
-    """What `install()` did, or would do.
-
-    Attributes:
-        environment: the environment that it was decided for.
-        installed: whether `install()` is in force.
-        shims: one entry a shim.
-        left_alone: after `uninstall()`, the values that other code has overwritten, which stay theirs.
-        attention: state by registered attention name: ``"available"``, ``"pending"``, or why transformers doesn't have it.
-        chosen: by attention name that was registered with several kernels, the kernel of each kind of call so far.
-        torch_flash_backend: the FlashAttention behind torch's own attention in this process (``"FA3"``, ``"FA4"``), None for
-            the FlashAttention-2 it is built with.
-    """
-
-    attention: dict[str, str] = field(default_factory=dict)
-    chosen: dict[str, dict[str, str]] = field(default_factory=dict)
-    torch_flash_backend: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing failed: no shim, and no registered attention name."""
-        return super().ok and all(state in ("available", "pending") for state in self.attention.values())
-
-
-def install(
-    *,
-    skip: Collection[str] = (),
-    only: Collection[str] | None = None,
-    unproven: str | None = None,
-    broken: str = "refuse",
-) -> Report:
-    """Apply every shim this environment needs and make the registered attention names known to transformers.
-
-    Imports the upstream modules whose seams it replaces. Each shim is applied whole or not at all: one that finds
-    a seam missing or changed is reported as failed with an `UnprotectedWarning`, and the others still apply. Calling it again
-    is cheap and applies the shims that have become applicable since.
-
-    Examples:
-        >>> import kernel_compat
-        >>> report = kernel_compat.install()
-        >>> report.installed, kernel_compat.uninstall().installed
-        (True, False)
-
-    Args:
-        skip: names of shims to leave out, as `status()` lists them. One that an earlier call applied is undone.
-        only: names of the shims to apply, instead of all.
-        unproven: the reaction to a model that is loaded under a registered name and whose type can't be proven to compute
-            the same as with eager attention: ``"warn"``, ``"refuse"`` or ``"allow"``. Types that the library was tested on are
-            in its table; others are proven at load on a tiny model of their own class, once, which takes some seconds and is
-            kept in the user's cache. ``"allow"`` leaves that out. By default the value of an earlier call, or else the
-            environment variable ``KERNEL_COMPAT_UNPROVEN``, or else ``"warn"``.
-        broken: the reaction to calls that a failed shim protects, as `ShimReport.protects` says: ``"refuse"`` raises an
-            `UnprotectedError` in them, ``"allow"`` runs them as they are, perhaps silently wrong.
-
-    Raises:
-        ValueError: `skip` or `only` names a shim that doesn't exist, or `unproven` or `broken` is not one of the values above.
-        TypeError: `skip` or `only` is a single string.
-    """
-    unproven = _checked(unproven)
-    _register_entry_points()
-    found = installation.install(skip=skip, only=only, broken=broken)
-    registry.unproven = unproven or registry.unproven
-    _warn_of_failures(found)
-    return _with_attention(found)
-
-
-def uninstall() -> Report:
-    """Restore the very objects that were there before `install()`, and withdraw the registered attention names.
-
-    An attribute that other code has overwritten since stays theirs; the report's `left_alone` names it.
-    """
-    return _with_attention(installation.uninstall())
-
-
-def status() -> Report:
-    """The report of `install()` as of now; changes nothing and imports no framework."""
-    return _with_attention(installation.status())
-
-
-def _warn_of_failures(found: report.Report) -> None:
-    """Warn the caller of the caller of each reason why shims have failed."""
-    failed: dict[str, list[str]] = {}
-    for shim in found.shims:
-        if shim.state == "failed":
-            then = f". Refused without it: {shim.protects}" if shim.protects else ""
-            failed.setdefault(f"{shim.reason}{then}", []).append(shim.name)
-    for reason, names in failed.items():
-        which = f"the shim {names[0]} is" if len(names) == 1 else f"the shims {', '.join(names)} are"
-        warnings.warn(f"{which} not applied: {reason}", UnprotectedWarning, stacklevel=3)
-
-
-@contextmanager
-def installed(
-    *,
-    skip: Collection[str] = (),
-    only: Collection[str] | None = None,
-    unproven: str | None = None,
-    broken: str = "refuse",
-) -> Iterator[Report]:
-    """`install()` for the length of a ``with`` block; of several that overlap, in one thread or many, the last uninstalls.
-
-    Inside another installation it changes nothing on leaving.
-    """
-    unproven = _checked(unproven)
-    _register_entry_points()
-    with installation.installed(skip=skip, only=only, broken=broken) as found:
-        _warn_of_failures(found)
-        outer = registry.unproven
-        registry.unproven = unproven or outer
-        try:
-            yield _with_attention(found)
-        finally:
-            if unproven is not None and registry.unproven == unproven:
-                registry.unproven = outer
 
 
 def unproven() -> str:
@@ -176,7 +25,7 @@ def unproven() -> str:
         ValueError: ``KERNEL_COMPAT_UNPROVEN`` is not ``warn``, ``refuse`` or ``allow``.
     """
     variable = "KERNEL_COMPAT_UNPROVEN"
-    return registry.unproven or _checked(os.environ.get(variable) or None, variable) or "warn"
+    return registry.unproven or checked(os.environ.get(variable) or None, variable) or "warn"
 
 
 def require_protected() -> None:
@@ -185,202 +34,8 @@ def require_protected() -> None:
         raise error.again()
 
 
-def register_attention(
-    name: str,
-    kernel: str | Kernel | Sequence[Any] | Any | None = None,
-    forward: Callable[..., Any] | None = None,
-    mask: Callable[..., Any] | None = None,
-    *,
-    features: Features | Collection[str] | None = None,
-    override: bool = False,
-    handles_context_parallel: bool = False,
-    sequence_parallel: ProcessGroup | DeviceMesh | Callable[[], Any] | bool | None = False,
-    padding_free: bool = False,
-) -> None:
-    """Make `name` usable as ``attn_implementation=name`` once `install()` is called, or at once where it is.
-
-    The kernel need not be usable here: a model with the name fails when it is loaded, with a
-    `KernelUnavailableError`.
-
-    Examples:
-        >>> register_attention("my_flash_attention", kernel="flash_attention_2")
-        >>> list(registered_attention())
-        ['my_flash_attention']
-        >>> unregister_attention("my_flash_attention")
-
-    Args:
-        name: any string but a hub kernel's (``org/repo``). One that has no ``flash`` in it warns, because from
-            transformers 5.0 on models choose their flash code path by that substring.
-        kernel: a kernel's name (a key of `known_kernels()`), a `Kernel`, or any object with a ``flash_attn_varlen_func`` that
-            takes FA2's keywords, such as a module. It has the features whose keywords are named parameters, or those of its
-            attribute `features`, a `Features`. A list of these, or ``"auto"`` for all of the library's, gives each call to the
-            first kernel that computes exactly what it asks for; `Report.chosen` shows which. None for a `forward` that needs none
-            of them.
-        forward: replaces the library's attention function. Called as transformers calls its own:
-            ``forward(module, query, key, value, attention_mask, *, scaling, dropout, **kwargs)`` with query, key and
-            value of shape (batch, heads, length, head_dim); returns ``(output, None)`` with the output of shape
-            (batch, length, heads, head_dim). It may call transformers' ``_flash_attention_forward`` with
-            ``attn_implementation=name`` and gets this kernel on every release.
-        mask: replaces the library's mask function; called as those of transformers' ``ALL_MASK_ATTENTION_FUNCTIONS``.
-        features: those of `forward`: a `Features`, or names of its boolean fields, such as ``{"varlen", "window", "backward"}``;
-            it has no others then. Without them a `forward` has those of the kernel, and none without a kernel. What chooses an
-            attention, and what checks a model, goes by them.
-        override: allow a name that transformers owns, or that is registered already.
-        handles_context_parallel: declares that attention under this name is right under context parallelism, because
-            `forward`, or code around it, exchanges keys and values between the ranks. `kernel_compat.policy.resolve_preload`
-            keeps such a name instead of choosing sdpa.
-        sequence_parallel: a ``torch.distributed`` group whose ranks each hold a slice of the tokens, a function that returns it
-            at each call, or True or None for the default group, which need not be there yet: `ulysses` is put around the forward, and the library's mask function
-            gathers the slices of a padding mask. One of your own must make masks of the full sequence. Where the function
-            returns None, the call isn't spread.
-        padding_free: models under the name compute padded batches without their padding, as by
-            `kernel_compat.models.padding_free`. A model for which that is wrong is refused when it is loaded.
-
-    Raises:
-        TypeError: `name` is not a string, `forward` or `mask` is not callable, `kernel` is no kernel, there is neither a
-            kernel nor a forward, or `sequence_parallel` is no group that this rank is in.
-        ValueError: `name` is empty, malformed, taken, or `kernel` is an unknown name; `features` without `forward`, or of
-            unknown names; or `padding_free` beside `forward` or `sequence_parallel`.
-    """
-    if kernel is None and forward is None:
-        raise TypeError("register_attention takes a kernel, a forward or both")
-    if features is not None and forward is None:
-        raise ValueError("features are those of a forward; a kernel's are known, or an attribute of its object")
-    declared = None if features is None else Features.of(features)
-    found = ForwardOnly(name, declared or Features.of(())) if kernel is None else as_kernel(kernel)
-    entry = AttentionName(
-        name,
-        found,
-        forward,
-        mask,
-        override,
-        handles_context_parallel=handles_context_parallel,
-        sequence_parallel=None if sequence_parallel is True else sequence_parallel,
-        padding_free=padding_free,
-        features=declared,
-    )
-    registry.register(entry)
-
-
-def unregister_attention(name: str) -> None:
-    """Forget a registered name, also in transformers.
-
-    Raises:
-        ValueError: the name is not registered, or the library's own.
-    """
-    _register_entry_points()
-    registry.unregister(name)
-
-
-def registered_attention() -> dict[str, AttentionName]:
-    """The registered names in the order of registration; while installed, those of the library included.
-
-    Also those of other distributions' entry points.
-    """
-    _register_entry_points()
-    return registry.names()
-
-
-def attention_function(name: str) -> Callable[..., Any]:
-    """The attention function of a kernel or a registered name, for a wrapper that is registered as another name's `forward`.
-
-    Examples:
-        >>> inner = attention_function("flash_attention_2")
-        >>> def forward(module, query, key, value, attention_mask, **kwargs):
-        ...     return inner(module, query, key, value, attention_mask, **kwargs)
-        >>> register_attention("my_flash_attention", kernel="flash_attention_2", forward=forward)
-        >>> unregister_attention("my_flash_attention")
-
-    Returns:
-        A function called as transformers calls its own: see `register_attention`. Nothing needs to be installed. It takes a
-        padding mask (batch, kv_length), any 4D mask that its kernel takes, or None for no padding. With a transformers or torch
-        that isn't supported it raises a `KernelUnavailableError`.
-
-    Raises:
-        ValueError: `name` is neither a kernel nor registered.
-    """
-    from .forward import attention_forward
-
-    entry = _entry_of(name)
-    if reason := unsupported_because(Environment.detect()):
-        return refusing(partial(refusal, name, reason))
-    forward = entry.forward or attention_forward(entry.kernel, entry.name)
-    if entry.sequence_parallel is not False:
-        from .sequence_parallel.ulysses import ulysses
-
-        forward = ulysses(forward, entry.sequence_parallel)
-    return forward
-
-
-def mask_function(name: str) -> Callable[..., Any]:
-    """The mask function that belongs to `attention_function`: called as those of ``ALL_MASK_ATTENTION_FUNCTIONS``.
-
-    Raises:
-        ValueError: `name` is neither a kernel nor registered.
-    """
-    from .tables import mask_function_of
-
-    entry = _entry_of(name)
-    if reason := unsupported_because(Environment.detect()):
-        return refusing(partial(refusal, name, reason))
-    return mask_function_of(entry)
-
-
-def _entry_of(name: str) -> AttentionName:
-    """A registered name, or a kernel as the name it would be."""
-    entry = registered_attention().get(name)
-    return entry if entry is not None else AttentionName(name, as_kernel(name))
-
-
-def _register_entry_points() -> dict[str, str]:
-    """Register the attention names of other distributions' entry points, once a process.
-
-    Returns:
-        The error by name of each entry point that could not be registered.
-    """
-    if getattr(registry.reading, "active", False):  # by an entry point's own code, as by `attention_function`
-        return {}
-    registry.reading.active = True
-    try:
-        return _from_entry_points()
-    finally:
-        registry.reading.active = False
-
-
-@cache
-def _from_entry_points() -> dict[str, str]:
-    broken = {}
-    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (point.name, point.value)):
-        if point.name in registry.names():  # the program's own registration
-            continue
-        try:
-            found = point.load()
-            arguments = found() if callable(found) else found
-            with registry.declaring:  # not while it is imported
-                if point.name not in registry.names():
-                    register_attention(point.name, **arguments)
-                    registry.declared.add(point.name)
-        except Exception as error:  # another project's package; ours must go on
-            broken[point.name] = (
-                f"its entry point {point.value} could not be registered: {type(error).__name__}: {error}"
-            )
-    return broken
-
-
-def _checked(value: str | None, name: str = "unproven") -> str | None:
+def checked(value: str | None, name: str = "unproven") -> str | None:
+    """A value of `install(unproven=...)`, or None; raises a ValueError for any other."""
     if value not in (None, *UNPROVEN):
         raise ValueError(f"{name} must be one of {', '.join(UNPROVEN)}, not {value!r}")
     return value
-
-
-def _with_attention(found: report.Report) -> Report:
-    broken = _register_entry_points()  # before the names are read
-    chosen = {
-        name: {str(needs): member.name for needs, member in entry.kernel.chosen.items()}
-        for name, entry in registry.names().items()
-        if isinstance(entry.kernel, LayeredKernel)
-    }
-    states = {**registry.states(), **broken}
-    if reason := unsupported_because(found.environment):
-        states = dict.fromkeys(states, f"can't be used: {reason}")
-    return Report(**vars(found), attention=states, chosen=chosen, torch_flash_backend=torch_flash_backend())

@@ -12,7 +12,7 @@ from typing import Any
 from packaging.version import Version
 
 from ..environment import Environment
-from ..errors import UnprotectedError
+from ..errors import KernelCompatWarning, UnprotectedError
 from ..kernels import known_kernels
 from ..patching.swap import Change, make, undo
 from ..releases import TRANSFORMERS, minors
@@ -85,6 +85,7 @@ class AttentionRegistry:
                 warnings.warn(
                     f"{name!r} has no 'flash' in it: from transformers 5.0 on, models take their non-flash code paths "
                     "for such a name (4D masks, vision towers in chunks). Choose a name that contains 'flash'.",
+                    KernelCompatWarning,
                     stacklevel=3,  # the caller of register_attention
                 )
             self._put(name, entry)
@@ -152,7 +153,7 @@ class AttentionRegistry:
                 f"transformers {version} is no release: it is taken for {counted(version)}, and every seam is verified"
             )
         if problem:
-            warnings.warn(problem, stacklevel=4)  # the caller of kernel_compat.install
+            warnings.warn(problem, KernelCompatWarning, stacklevel=4)  # the caller of kernel_compat.install
 
     def concerns(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call of a function of transformers is for a registered name: by an argument, or an argument's config; or in a forward under one."""

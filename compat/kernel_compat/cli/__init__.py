@@ -19,7 +19,7 @@ from typing import cast
 from ..errors import MissingExtraError, UnknownNameError
 from ..gates import COMMANDS, Command, entries, install_hint
 from .arguments import BadArgumentsError
-from .tables import plain
+from .printing import plain
 
 __all__ = ["main"]
 

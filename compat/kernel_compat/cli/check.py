@@ -8,7 +8,7 @@ from typing import Any
 
 from ..diagnostics.numerics import CaseResult, CheckReport, run
 from .arguments import add_json
-from .tables import print_environment, print_progress, print_shims, print_table, print_text, reasons_text
+from .printing import print_environment, print_progress, print_shims, print_table, print_text, reasons_text
 
 __all__ = ["HELP", "add_arguments", "as_json", "find", "show"]
 

@@ -8,16 +8,16 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..attention.defaults import registered_attention, status
-from ..choosing.capabilities import kernel_of, require_known
-from ..choosing.ladder import LADDER, Step, ladder
-from ..choosing.layers import LayerKernels, layer_kernels
+from ..api import registered_attention, status
 from ..environment import Environment
 from ..gates import DIAGNOSES, Diagnose, Finding, entries
 from ..kernels import Features, Provider
+from ..policy.capabilities import kernel_of, require_known
+from ..policy.fallback import LADDER, Step, ladder
+from ..policy.layers import LayerKernels, layer_kernels
 from .arguments import MODEL_HELP, BadArgumentsError, add_json, model_type
+from .printing import COLOURS, print_shims, print_table, print_text, reasons_text, usable_text
 from .status import name_status
-from .tables import COLOURS, print_shims, print_table, print_text, reasons_text, usable_text
 
 __all__ = ["HELP", "add_arguments", "explain", "explain_layers", "explain_type", "find", "show"]
 

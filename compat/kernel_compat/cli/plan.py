@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..choosing.capabilities import require_known
-from ..choosing.preload import resolve_preload
 from ..errors import KernelUnavailableError
+from ..policy.capabilities import require_known
+from ..policy.planning import plan_attention
 from .arguments import MODEL_HELP, BadArgumentsError, add_json, model_type
-from .tables import fields_of, print_text
+from .printing import fields_of, print_text
 
 __all__ = ["HELP", "add_arguments", "find", "show"]
 
@@ -39,7 +39,7 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.attn is not None:
         require_known(arguments.attn)
     try:
-        preload = resolve_preload(
+        preload = plan_attention(
             arguments.attn,
             tp_size=arguments.tp,
             cp_size=arguments.cp,

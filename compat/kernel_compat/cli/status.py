@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..attention.defaults import Report, registered_attention, status
+from ..api import Report, registered_attention, status
 from ..attention.unsupported import unsupported_because
-from ..choosing.capabilities import kernel_of, owner_of
 from ..kernels import known_kernels
+from ..policy.capabilities import kernel_of, owner_of
 from .arguments import add_json
-from .tables import print_environment, print_shims, print_table, reasons_text, usable_text
+from .printing import print_environment, print_shims, print_table, reasons_text, usable_text
 
 __all__ = ["HELP", "add_arguments", "find", "name_status", "show"]
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from ..attention.defaults import Report, installed, registered_attention, status
+from ..api import Report, installed, registered_attention, status
 from ..attention.roles import LENGTHS, POSITIONS, SINKS, SOFTCAP, WINDOW, Role
-from ..choosing.capabilities import kernel_of
-from ..choosing.torch_backend import use_torch_flash_backend
 from ..environment import Environment
 from ..environment import torch_flash_backend as active_backend
 from ..errors import KernelUnavailableError, UnknownNameError, UnsupportedFeatureError
 from ..kernels import Features, Kernel, known_kernels
 from ..kernels.catalog import TRANSFORMERS
+from ..policy.capabilities import kernel_of
+from ..policy.torch_backend import use_torch_flash_backend
 
 __all__ = ["CaseResult", "CheckReport", "NameResult", "run"]
 

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ..environment import Environment
-from ..errors import KernelUnavailableError, UnsupportedFeatureError
+from ..errors import KernelCompatWarning, KernelUnavailableError, UnsupportedFeatureError
 from .adapter import Functions
 from .catalog import REFERENCE
 from .kernel import Kernel
@@ -128,7 +128,7 @@ class LayeredKernel(Kernel):
                 member.load(environment)
             except KernelUnavailableError as error:
                 self._broken[member] = error
-                warnings.warn(f"{self.name} goes on without {member.name}: {error}", stacklevel=2)
+                warnings.warn(f"{self.name} goes on without {member.name}: {error}", KernelCompatWarning, stacklevel=2)
 
     def _load(self, environment: Environment) -> Functions:
         self._load_members(environment)

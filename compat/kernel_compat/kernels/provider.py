@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from ..environment import KNOWN_IMPORTS, Environment, importable
+from ..errors import KernelCompatWarning
 from ..versions import within
 
 if TYPE_CHECKING:
@@ -316,4 +317,4 @@ class WarnOnce:
         if torch.compiler.is_compiling() or lacking in self._lacking:
             return
         self._lacking.add(lacking)
-        warnings.warn(f"{self._kernel} has no {lacking}: {consequence}.", stacklevel=5)
+        warnings.warn(f"{self._kernel} has no {lacking}: {consequence}.", KernelCompatWarning, stacklevel=5)

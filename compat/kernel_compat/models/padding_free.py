@@ -61,8 +61,8 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
         UnsupportedFeatureError: the type can't be computed without padding: an encoder-decoder, or one whose results would differ.
     """
     from ..attention.unpadding.batch import Request
-    from ..attention.unpadding.call import FLAG
-    from ..attention.unpadding.layers import remove_hooks, structure_of
+    from ..attention.unpadding.hooks import remove_hooks, structure_of
+    from ..attention.unpadding.model_call import FLAG
     from ..proofs.gate import require_padding_free
 
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool)):

@@ -15,7 +15,7 @@ from typing import Protocol
 from ..environment import Environment
 from ..errors import KernelCompatError, SeamError, UnprotectedError, UnprotectedWarning
 from .refusal import Concerns, refusals
-from .report import Report, ShimReport
+from .report import InstallationReport, ShimReport
 from .seam import Located
 from .shim import Shim, discover
 from .swap import Change, make, swap, undo
@@ -91,7 +91,7 @@ class Installation:
 
     def install(
         self, *, skip: Collection[str] = (), only: Collection[str] | None = None, broken: str = "refuse"
-    ) -> Report:
+    ) -> InstallationReport:
         """Apply every shim that the environment needs, each whole or not at all, and call the participants.
 
         Args:
@@ -146,7 +146,7 @@ class Installation:
                 participant.publish(environment, self._unprotected)
             return self._report(*found)
 
-    def uninstall(self) -> Report:
+    def uninstall(self) -> InstallationReport:
         """Call the participants, and restore the objects that were there before `install()`.
 
         A value that other code has overwritten stays theirs; the report's `left_alone` names it.
@@ -162,7 +162,7 @@ class Installation:
             self._skip, self._failed = frozenset(), {}
             return replace(self._report(*found), left_alone=tuple(left))
 
-    def status(self) -> Report:
+    def status(self) -> InstallationReport:
         """The report of `install()` as of now; changes nothing and imports no other project."""
         found = self._look()
         with self._lock:
@@ -171,7 +171,7 @@ class Installation:
     @contextmanager
     def installed(
         self, *, skip: Collection[str] = (), only: Collection[str] | None = None, broken: str = "refuse"
-    ) -> Iterator[Report]:
+    ) -> Iterator[InstallationReport]:
         """`install()` for the length of a ``with`` block; of several that overlap, in any threads, the last uninstalls.
 
         Inside another installation it changes nothing on leaving.
@@ -300,7 +300,7 @@ class Installation:
             self._left |= dict.fromkeys([*left, *self._applied.pop(name).seams], name)
         self._left = {change: self._left[change] for change in undo(self._left)}
 
-    def _report(self, environment: Environment, shims: list[Shim], broken: dict[str, str]) -> Report:
+    def _report(self, environment: Environment, shims: list[Shim], broken: dict[str, str]) -> InstallationReport:
         protects = "" if self._allows_broken else _EVERYTHING
         entries = [ShimReport(name, "failed", _unloaded(error), protects=protects) for name, error in broken.items()]
         for shim in shims:
@@ -317,7 +317,7 @@ class Installation:
                 modules = " and ".join(self._waiting[shim.name][1])
                 entry = replace(entry, reason=f"{shim.reason}; applied once {modules} is imported")
             entries.append(replace(entry, upstream=shim.upstream, delete_when=shim.delete_when))
-        return Report(environment, self.active, tuple(entries))
+        return InstallationReport(environment, self.active, tuple(entries))
 
 
 #: What is refused without a shim that can't be loaded. Its `protects` can't be read, so everything is.

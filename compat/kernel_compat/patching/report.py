@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..environment import Environment
 
-__all__ = ["Report", "ShimReport"]
+__all__ = ["InstallationReport", "ShimReport"]
 
 State = Literal["applied", "pending", "not needed", "skipped", "failed"]
 
@@ -41,7 +41,7 @@ class ShimReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class InstallationReport:
     """The state of an installation.
 
     Attributes:

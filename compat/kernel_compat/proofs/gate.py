@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..errors import AttentionRefusedError, UnsupportedFeatureError
+from ..errors import AttentionRefusedError, UnprovenWarning, UnsupportedFeatureError
 from ..gates import LOAD_GATES, Claim, entries, install_hint
 from .sources import essential, replaced
 from .table import wrong_cases
@@ -100,7 +100,7 @@ def _report(owner: type, how: str, why: str, unproven: str, error: Callable[[str
     message = f"{owner.__name__} isn't proven to compute the same {how}: {why}"
     if unproven == "refuse":
         raise error(f"{message}. install(unproven='allow') takes it as it is.")
-    warnings.warn(f"{message}. Compare the two yourself, or pass install(unproven=...).", stacklevel=3)
+    warnings.warn(f"{message}. Compare the two yourself, or pass install(unproven=...).", UnprovenWarning, stacklevel=3)
 
 
 def wrong(owner: type, name: str, cases: Any) -> AttentionRefusedError:

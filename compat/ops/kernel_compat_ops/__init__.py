@@ -9,7 +9,13 @@ report.undo()
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
+from kernel_compat.errors import RenamedWarning
+
 from .apply import applied, apply_ops, refusal, use
+from .bound import BoundOps
 from .config import OpsConfig
 from .op_slot import OpSlot
 from .registry import (
@@ -21,19 +27,18 @@ from .registry import (
     unregister_kernel,
     unregister_op,
 )
-from .report import Report
 from .spec import OPS, Binding, Hardware, KernelSpec, Op
 
 __all__ = [
     "OPS",
     "Binding",
+    "BoundOps",
     "Hardware",
     "KernelSpec",
     "Op",
     "OpRegistry",
     "OpSlot",
     "OpsConfig",
-    "Report",
     "applied",
     "apply_ops",
     "refusal",
@@ -45,3 +50,11 @@ __all__ = [
     "unregister_op",
     "use",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The name of releases before 0.3."""
+    if name == "Report":
+        warnings.warn("kernel_compat.ops.Report is now BoundOps", RenamedWarning, stacklevel=2)
+        return BoundOps
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,17 +11,17 @@ from kernel_compat.patching.installation import Installation
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim
 
+from .bound import RECORD, BoundOps, lock
 from .config import OpsConfig
 from .instances import require_module
 from .op_slot import active
-from .report import RECORD, Report, lock
 
 __all__ = ["applied", "apply_ops", "refusal", "use"]
 
 POST_INIT = Seam("transformers.modeling_utils:PreTrainedModel.post_init", ("self",))
 
 
-def apply_ops(model: Any, config: OpsConfig) -> Report:
+def apply_ops(model: Any, config: OpsConfig) -> BoundOps:
     """Bind the kernels of a config to a model: to this instance, and to no other of its class.
 
     The formula that each module computes is proven first, on a few random inputs. A model whose loss is replaced runs once,
@@ -71,7 +71,7 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
                     f"{where} has the kernels of {record.config}: undo that before applying {config}{registry}"
                 )
         if "" in inside:
-            found: Report = inside[""]
+            found: BoundOps = inside[""]
             if replaced := found.replaced:
                 raise ValueError(
                     f"replaced since the kernels were applied: {', '.join(replaced)}; undo the report first"
@@ -84,17 +84,17 @@ def apply_ops(model: Any, config: OpsConfig) -> Report:
         plan.make()
         if proposed is not None:
             plan.notes.append(f"attn: {proposed!r} is to load a model with, and isn't set in one that is there")
-        report = Report(config, tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes))
+        report = BoundOps(config, tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes))
         for path, part in inside.items():
             report.absorb(path, part)
         vars(model)[RECORD] = report
         return report
 
 
-def applied(model: Any) -> Report | None:
+def applied(model: Any) -> BoundOps | None:
     """The report of the kernels that are bound to a model; None where `apply_ops` has bound none."""
     found = vars(model).get(RECORD)
-    return found if isinstance(found, Report) and found.model is model else None
+    return found if isinstance(found, BoundOps) and found.model is model else None
 
 
 def refusal(model: Any, op: str, value: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernel_compat.cli.arguments import BadArgumentsError, add_json
-from kernel_compat.cli.tables import fields_of, print_environment, print_table, print_text, reasons_text, usable_text
+from kernel_compat.cli.printing import fields_of, print_environment, print_table, print_text, reasons_text, usable_text
 from kernel_compat.environment import Environment
 from kernel_compat.errors import KernelCompatError
 

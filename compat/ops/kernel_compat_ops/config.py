@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from kernel_compat.attention.defaults import resolve
 from kernel_compat.attention.names import upstream_owner
-from kernel_compat.choosing.capabilities import require_known
-from kernel_compat.choosing.ladder import ladder
 from kernel_compat.environment import Environment
 from kernel_compat.errors import KernelUnavailableError
+from kernel_compat.policy.capabilities import require_known
+from kernel_compat.policy.fallback import ladder
 
 from . import registry
 from .instances import require_module

@@ -16,8 +16,8 @@ from kernel_compat.errors import KernelCompatError, KernelUnavailableError, Seam
 from kernel_compat.patching.handle import Handle
 
 if TYPE_CHECKING:
+    from .bound import BoundOps
     from .plan import Plan
-    from .report import Report
 
 __all__ = ["LigerSupport", "liger_support", "use_liger_kernel"]
 
@@ -85,15 +85,15 @@ def use_liger_kernel(model: Any, **options: Any) -> Handle:
             model's patch; a part of the model has kernels already. As after every error, nothing is changed.
     """
     model, chosen = _chosen(model, options)
+    from .bound import BoundOps, lock
     from .config import OpsConfig
-    from .report import Report, lock
 
     with lock:
         patch = _find(model, chosen)
         if patch is None:
             plan = _plan(model, chosen, options)
             plan.make()
-            report = Report(OpsConfig(), tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes))
+            report = BoundOps(OpsConfig(), tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes))
             patch = vars(model)[RECORD] = _Patch(chosen, report)
         patch.report.__enter__()
         return Handle(partial(_release, weakref.ref(patch)))
@@ -199,7 +199,7 @@ class _Patch:
     """All of Liger's options for a model, and the report of its kernels, in which each handle is a ``with`` block."""
 
     options: dict[str, Any]
-    report: Report
+    report: BoundOps
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Patch:
         return _Patch(self.options, copy.deepcopy(self.report, memo))
@@ -230,7 +230,7 @@ def _find(model: Any, chosen: Mapping[str, Any]) -> _Patch | None:
 
 def _release(reference: weakref.ref[_Patch]) -> None:
     """Called by a handle. Where the model is gone, so is its patch."""
-    from .report import lock
+    from .bound import lock
 
     with lock:
         patch = reference()

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from kernel_compat.attention.roles import implementation_of
-from kernel_compat.choosing.capabilities import is_over_ranks
 from kernel_compat.environment import Environment
 from kernel_compat.errors import KernelCompatError, KernelUnavailableError, UnsupportedFeatureError
 from kernel_compat.patching import rewriting, swap
+from kernel_compat.policy.capabilities import is_over_ranks
 
 from . import hub
 from .instances import Change, ops_of, ours, replaced, undo, whose

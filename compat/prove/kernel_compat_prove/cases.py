@@ -30,8 +30,8 @@ from kernel_compat.attention.roles import (
     cache_returned,
 )
 from kernel_compat.attention.unpadding.batch import Request
-from kernel_compat.attention.unpadding.call import FLAG, head_of
-from kernel_compat.attention.unpadding.layers import remove_hooks
+from kernel_compat.attention.unpadding.hooks import remove_hooks
+from kernel_compat.attention.unpadding.model_call import FLAG, head_of
 from kernel_compat.errors import UnsupportedFeatureError
 
 from .inputs import BATCH, LENGTH, LENGTHS, SOUND, padding, sound_padding, tokens

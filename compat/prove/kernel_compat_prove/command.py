@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kernel_compat.choosing.capabilities import require_known
 from kernel_compat.cli.arguments import MODEL_HELP, BadArgumentsError
-from kernel_compat.cli.tables import print_progress, print_text
+from kernel_compat.cli.printing import print_progress, print_text
+from kernel_compat.policy.capabilities import require_known
 
 if TYPE_CHECKING:
     from . import Proof

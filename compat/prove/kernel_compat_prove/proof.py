@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kernel_compat.attention.defaults import installed, register_attention, unregister_attention
+from kernel_compat.api import installed, register_attention, unregister_attention
 from kernel_compat.kernels import known_kernels
 from kernel_compat.proofs.underway import nothing_to_prove
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from kernel_compat.attention.defaults import installed
+from kernel_compat.api import installed
 
 from .outcomes import Outcome, Proof
 

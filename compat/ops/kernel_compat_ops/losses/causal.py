@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kernel_compat.attention.roles import LABELS, TOKENS
-from kernel_compat.choosing.capabilities import has_own_forward, is_over_ranks
 from kernel_compat.errors import UnsupportedFeatureError
+from kernel_compat.policy.capabilities import has_own_forward, is_over_ranks
 
 from ..instances import replaced
 from ..recognisers.probing import Unproven, quiet, ranks

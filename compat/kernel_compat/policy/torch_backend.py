@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Literal
 
-from ..attention.defaults import status
+from ..api import status
 from ..environment import Environment, torch_flash_backend
 from ..errors import KernelUnavailableError
 from ..kernels.catalog import FA3_FWD, TORCH_BACKENDS

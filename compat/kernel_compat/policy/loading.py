@@ -12,7 +12,7 @@ from functools import cache, wraps
 from traceback import walk_tb
 from typing import Any, NamedTuple, TypeVar
 
-from ..attention.defaults import registered_attention
+from ..api import registered_attention
 from ..attention.roles import IMPLEMENTATION
 from ..environment import Environment
 from ..errors import AttentionRefusedError, KernelUnavailableError, UnsupportedFeatureError
@@ -20,12 +20,12 @@ from ..patching.installation import Installation
 from ..patching.seam import Seam
 from ..patching.shim import Shim
 from .capabilities import capabilities, require_features
-from .ladder import ladder
+from .fallback import ladder
 from .support import implementations, is_encoder, needs
 
 __all__ = ["load_with_fallback"]
 
-_logger = logging.getLogger("kernel_compat.policy")
+_logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def load_with_fallback(
     Args:
         load: called with an attention name, or a dict of names if `name` is one; returns the model, a tuple that begins with it,
             or any other object.
-        name: the first name to try. None, as in a `Preload`, begins at ``sdpa``, as transformers does. A dict has a name for each
+        name: the first name to try. None, as in a `AttentionPlan`, begins at ``sdpa``, as transformers does. A dict has a name for each
             part of a composite model, by sub-config; the part whose name is refused goes on to its next one.
         requires: features that the name must have, as in `best_available`. Of a dict, those of encoders of images and sound
             needn't have them.

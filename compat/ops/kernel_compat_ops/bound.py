@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
+from kernel_compat.errors import KernelCompatWarning
+
 from .config import OpsConfig
 from .instances import Change, undo
 from .spec import Binding
 
-__all__ = ["RECORD", "Report", "lock"]
+__all__ = ["RECORD", "BoundOps", "lock"]
 
 #: The attribute of a model that holds the report of `apply_ops`: in the model itself, so that a copy has its own.
 RECORD = "_kernel_compat_ops"
@@ -23,7 +25,7 @@ lock = threading.RLock()
 
 
 @dataclass(eq=False)
-class Report:
+class BoundOps:
     """The kernels that `apply_ops` has bound to a model. The end of the outermost ``with`` block undoes them.
 
     Attributes:
@@ -37,7 +39,7 @@ class Report:
     notes: tuple[str, ...] = ()
     model: Any = field(default=None, repr=False)
     _changes: list[Change] = field(default_factory=list, repr=False)
-    _whole: Report | None = field(default=None, repr=False)
+    _whole: BoundOps | None = field(default=None, repr=False)
     _blocks: int = field(default=0, repr=False)
 
     @property
@@ -73,7 +75,9 @@ class Report:
         with lock:
             if self._whole is not None and self._whole.active:
                 warnings.warn(
-                    "these kernels belong to the report of the whole model by now: undo that one", stacklevel=2
+                    "these kernels belong to the report of the whole model by now: undo that one",
+                    KernelCompatWarning,
+                    stacklevel=2,
                 )
                 return
             if self.model is not None and vars(self.model).get(RECORD) is self:
@@ -82,9 +86,11 @@ class Report:
             self._changes = undo(self._changes)
             left = [f"{one.label or one.attribute} of a {type(one.module).__name__}" for one in self._changes]
         for what in left:
-            warnings.warn(f"{what} has been replaced since apply_ops: it is left as it is", stacklevel=2)
+            warnings.warn(
+                f"{what} has been replaced since apply_ops: it is left as it is", KernelCompatWarning, stacklevel=2
+            )
 
-    def absorb(self, path: str, part: Report) -> None:
+    def absorb(self, path: str, part: BoundOps) -> None:
         """Take over the report of a part of the model, which was applied before the model's own."""
         inside = (replace(binding, path=f"{path}.{binding.path}".rstrip(".")) for binding in part.bindings)
         self.bindings = (*inside, *self.bindings)
@@ -92,7 +98,7 @@ class Report:
         vars(part.model).pop(RECORD)
         part.model, part._changes, part._whole = None, [], self
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> BoundOps:
         with lock:
             self._blocks += 1
         return self
@@ -105,8 +111,8 @@ class Report:
             if not self._blocks:
                 self.undo()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Report:
-        other = Report(self.config, self.bindings, self.notes)
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundOps:
+        other = BoundOps(self.config, self.bindings, self.notes)
         memo[id(self)] = other
         other.model = copy.deepcopy(self.model, memo)
         other._changes = copy.deepcopy(self._changes, memo)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from ..attention.defaults import registered_attention, status
+from ..api import registered_attention, status
 from ..attention.names import UPSTREAM, AttentionName, check_name, upstream_owner
 from ..attention.unsupported import unsupported_because
 from ..environment import Environment

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ..attention.defaults import registered_attention, resolve
+from ..api import registered_attention
+from ..attention.defaults import resolve
 from ..attention.names import upstream_owner
 from ..environment import Environment
 from ..errors import KernelUnavailableError

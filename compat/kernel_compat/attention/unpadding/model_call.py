@@ -20,7 +20,7 @@ from ..forward_context import ForwardContext, arguments_by_name, current_context
 from ..roles import ENCODER_DECODER, IMPLEMENTATION, LABELS, TARGETS, USE_CACHE
 from ..tensors import constant, offsets_of, require
 from .batch import Unpadding
-from .layers import structure_of
+from .hooks import structure_of
 
 __all__ = ["FLAG", "head_of", "unpadded"]
 

@@ -7,21 +7,21 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
-from ..attention.defaults import registered_attention
+from ..api import registered_attention
 from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from ..kernels import known_kernels
 from ..kernels.catalog import SDPA_BACKENDS, TRANSFORMERS
 from .capabilities import capabilities, is_over_ranks, require_features, require_string
+from .fallback import best_available, checked_names, step_of
 from .flash_flags import has_sdpa, require_flash_support
-from .ladder import best_available, checked_names, step_of
 from .support import beyond_causal_attention, implementations, is_encoder, needs
 
-__all__ = ["Preload", "resolve_preload", "verify_flash_support", "verify_sdpa_support"]
+__all__ = ["AttentionPlan", "plan_attention", "verify_attention"]
 
 
 @dataclass(frozen=True)
-class Preload:
+class AttentionPlan:
     """The arguments to load a model with.
 
     Attributes:
@@ -38,7 +38,7 @@ class Preload:
     sdpa_backends: tuple[str, ...] | None = None
 
 
-def resolve_preload(
+def plan_attention(
     attn_implementation: str | Mapping[str, str] | None,
     *,
     tp_size: SupportsIndex = 1,
@@ -51,7 +51,7 @@ def resolve_preload(
     model_type: str | None = None,
     prefer: Sequence[str] = (),
     exclude: Collection[str] = (),
-) -> Preload:
+) -> AttentionPlan:
     """Settle the attention and Liger before a model is loaded, from the way it will be trained.
 
     - Liger is switched off under tensor, context or expert parallelism: its kernels take one shard for the whole. FSDP and
@@ -67,7 +67,7 @@ def resolve_preload(
       none: `use_sdpa_backends` is in force in the recomputation, too.
 
     Examples:
-        >>> plan = resolve_preload("flash_attention_2", cp_size=2)
+        >>> plan = plan_attention("flash_attention_2", cp_size=2)
         >>> plan.attn_implementation, plan.reasons[0]
         ('sdpa', 'sdpa instead of flash_attention_2: context parallelism (cp_size=2) needs it.')
 
@@ -129,7 +129,7 @@ def resolve_preload(
             reasons.append("SDPA's backends are cuDNN and flash: others are wrong or raise under context parallelism.")
         elif activation_checkpointing:
             reasons.append("SDPA's backends are all: use_sdpa_backends keeps the recomputation on the same one.")
-    return Preload(found, bool(use_liger_kernel) and not sharded, tuple(reasons), backends)
+    return AttentionPlan(found, bool(use_liger_kernel) and not sharded, tuple(reasons), backends)
 
 
 def _checked(name: object) -> str:
@@ -146,7 +146,7 @@ class _Run(NamedTuple):
     Attributes:
         cp: the number of context parallel ranks.
         packed: whether several sequences share a row.
-        environment, model_type, prefer, exclude: as of `resolve_preload`.
+        environment, model_type, prefer, exclude: as of `plan_attention`.
     """
 
     cp: int
@@ -239,7 +239,33 @@ def _size(name: str, value: SupportsIndex) -> int:
     return size
 
 
-def verify_sdpa_support(model: Any, cp_size: SupportsIndex = 1) -> None:
+def verify_attention(
+    model: Any, name: str | None = None, *, cp_size: SupportsIndex = 1, environment: Environment | None = None
+) -> None:
+    """Verify that a model can run with a flash attention, or under context parallelism with the attention it has.
+
+    Args:
+        model: a model, or a model class; of a class only its declaration is verified.
+        name: a flash attention, by the name of its kernel or a registered one: the model's declaration, its layers, and whether
+            the kernel runs here are verified. None verifies no name.
+        cp_size: number of context parallel ranks. torch's context parallelism reaches ``scaled_dot_product_attention`` alone, and
+            drops its mask; see `AttentionPlan.sdpa_backends` for the backends that are right there.
+        environment: of `name`; default: this one.
+
+    Raises:
+        UnsupportedFeatureError: the model class declares no flash attention, or a layer needs a feature (windows, softcap, sinks)
+            that `name` doesn't have; or with several ranks the model has no sdpa, was loaded with another attention that doesn't
+            handle context parallelism itself, or a part of it is anything but full causal attention.
+        KernelUnavailableError: `name` can't run here.
+        ValueError: `name` is no flash attention, or `cp_size` no number of ranks.
+        TypeError: `name` is not a string, or `cp_size` no number.
+    """
+    if name is not None:
+        verify_flash(model, name, environment)
+    verify_context_parallel(model, cp_size)
+
+
+def verify_context_parallel(model: Any, cp_size: SupportsIndex = 1) -> None:
     """Verify that a model can run under context parallelism of `cp_size` ranks; a single rank passes.
 
     torch's context parallelism reaches ``scaled_dot_product_attention`` alone, and drops its mask. With any other attention or
@@ -292,7 +318,7 @@ def verify_sdpa_support(model: Any, cp_size: SupportsIndex = 1) -> None:
         )
 
 
-def verify_flash_support(model: Any, name: str, environment: Environment | None = None) -> None:
+def verify_flash(model: Any, name: str, environment: Environment | None = None) -> None:
     """Verify that a model can run with the flash attention `name`: by its declaration, by its layers, and here.
 
     Args:
