@@ -147,7 +147,8 @@ def atlas(session: nox.Session) -> None:
 def matrix(session: nox.Session) -> None:
     """The tests of the matrix itself. Arguments after -- go to pytest."""
     session.install("--editable", ".", *MATRIX, "--group", "matrix")
-    session.run("pytest", "-n", "2", "tests/matrix", *session.posargs, env=ENVIRONMENT)
+    # A third process: many of these tests wait for others.
+    session.run("pytest", "-n", "3", "tests/matrix", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(tags=["ci"])
