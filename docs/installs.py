@@ -17,7 +17,7 @@ INSTALLS = {
     ),
 }
 
-
+#: What docs/installing.md says until then.
 BEFORE = """
 The distributions aren't on a package index yet. `KERNEL_COMPAT` stands for the address of this repository, or the path of a clone as
 `file:///...`, in workflows for a variable of your repository; [uv](https://docs.astral.sh/uv/) finds each distribution's neighbours in the same repository. In a checkout,
@@ -29,6 +29,6 @@ def installs(text: str) -> str:
     """A document with the commands that install the distributions today."""
     for published, before in INSTALLS.items():
         in_workflow = "- run: " + before.replace("$KERNEL_COMPAT", "${{ vars.KERNEL_COMPAT }}")
-        for now, then in ((in_workflow, f"- run: {published}"), (before, published)):
-            text = text.replace(now if PUBLISHED else then, then if PUBLISHED else now)
+        for from_git, from_index in ((in_workflow, f"- run: {published}"), (before, published)):
+            text = text.replace(from_git, from_index) if PUBLISHED else text.replace(from_index, from_git)
     return text

@@ -16,6 +16,7 @@ from .attention.names import AttentionName
 from .attention.unsupported import refusal, refusing, unsupported_because
 from .environment import Environment, torch_flash_backend
 from .errors import UnprotectedWarning
+from .gates import in_order
 from .kernels import Features, ForwardOnly, Kernel, LayeredKernel, as_kernel
 from .patching import report
 
@@ -322,7 +323,7 @@ def _register_entry_points() -> dict[str, str]:
 @cache
 def _from_entry_points() -> dict[str, str]:
     broken = {}
-    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (point.name, point.value)):
+    for point in in_order(entry_points(group=ENTRY_POINT_GROUP)):
         if point.name in defaults.registry.names():  # the program's own registration
             continue
         try:

@@ -15,7 +15,7 @@ Shims (``kernel_compat.shims``) and attention names (``kernel_compat.attention``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = [
     "COMMANDS",
     "DIAGNOSES",
-    "EXTRAS",
     "LOAD_GATES",
     "PUBLIC",
     "Claim",
@@ -38,6 +37,7 @@ __all__ = [
     "Finding",
     "LoadGate",
     "entries",
+    "in_order",
     "install_hint",
     "public",
 ]
@@ -47,18 +47,8 @@ LOAD_GATES = "kernel_compat.load_gates"
 DIAGNOSES = "kernel_compat.diagnoses"
 PUBLIC = "kernel_compat.public"
 
-#: The extra of kernel-compat that brings a command or a public name.
-EXTRAS = {
-    "doctor": "doctor",
-    "liger_support": "ops",
-    "LigerSupport": "ops",
-    "ops": "ops",
-    "prove": "prove",
-    "use_liger_kernel": "ops",
-}
-
-#: What a `LoadGate` is asked about: that a model computes the same under a registered name as with eager attention, and that it
-#: computes the same without its padding.
+#: The claims about a model that a `LoadGate` checks: ``attention``, that it computes the same under a registered name as with eager
+#: attention, and ``padding_free``, that it computes the same without its padding.
 Claim = Literal["attention", "padding_free"]
 
 
@@ -118,26 +108,35 @@ class Diagnose(Protocol):
         """The findings; empty if it is well, or isn't installed."""
 
 
+def in_order(points: Iterable[EntryPoint]) -> list[EntryPoint]:
+    """Entry points in an order that is the same on every machine: by name, then by value."""
+    return sorted(points, key=lambda point: (point.name, point.value))
+
+
 def entries(group: str) -> dict[str, EntryPoint]:
-    """The entry points of a group by name; of several of one name, the first by value, on every machine alike."""
+    """The entry points of a group by name; of several of one name, the first in order."""
     found: dict[str, EntryPoint] = {}
-    for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
+    for point in in_order(entry_points(group=group)):
         found.setdefault(point.name, point)
     return found
 
 
-def install_hint(name: str) -> str:
-    """The sentence that says how to install what brings a command or a public name."""
-    return f"""Install it with: pip install "kernel-compat[{EXTRAS[name]}]\""""
+def install_hint(extra: str) -> str:
+    """The sentence that says how to install an extra of kernel-compat."""
+    return f'Install it with: pip install "kernel-compat[{extra}]"'
 
 
-def public(name: str) -> Any:
-    """A public name that another package brings.
+def public(name: str, extra: str) -> Any:
+    """A public name of this library that another package brings.
+
+    Args:
+        name: the name of its entry point.
+        extra: the extra that installs the package.
 
     Raises:
         MissingExtraError: an ImportError: no installed package has it; the message has the command that installs one.
     """
     point = entries(PUBLIC).get(name)
     if point is None:
-        raise MissingExtraError(f"kernel_compat's {name} is in a package of its own. {install_hint(name)}")
+        raise MissingExtraError(f"kernel_compat's {name} is in a package of its own. {install_hint(extra)}")
     return point.load()

@@ -6,14 +6,21 @@ Raises:
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from .gates import public
 
 
+@cache
+def _package() -> Any:
+    """The package; looking it up reads the metadata of every distribution."""
+    return public("ops", "ops")
+
+
 def __getattr__(name: str) -> Any:
-    return getattr(public("ops"), name)
+    return getattr(_package(), name)
 
 
 def __dir__() -> list[str]:
-    return dir(public("ops"))
+    return dir(_package())

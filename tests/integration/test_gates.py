@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import warnings
@@ -110,6 +111,11 @@ class TestModelsThatTheTableDoesNotHave:
         with pytest.raises(AttentionRefusedError, match="Theirs says so"):
             build()
 
+    def test_a_gate_that_answers_with_an_empty_reason_proves_nothing(self, installs: Install) -> None:
+        installs(load_gates={"theirs": lambda *_, **__: ""})
+        with pytest.warns(UserWarning, match="isn't proven .*: the gate theirs says no reason"):
+            build()
+
     def test_a_gate_that_does_not_load_proves_nothing(self, installs: Install) -> None:
         installs(load_gates={"broken": None})
         with pytest.warns(UserWarning, match="its entry point broken could not be loaded: AttributeError"):
@@ -129,6 +135,7 @@ def test_a_command_that_is_not_installed(command: str, installs: Install, capsys
 
 def test_public_names_that_are_not_installed(installs: Install) -> None:
     installs()
+    importlib.import_module("kernel_compat.ops")._package.cache_clear()
     with pytest.raises(ImportError, match=r"pip install \"kernel-compat\[ops\]\""):
         kernel_compat.ops.OpsConfig  # noqa: B018
     with pytest.raises(MissingExtraError, match=r"kernel-compat\[ops\]"):

@@ -583,3 +583,8 @@ def test_ops_refuses_what_is_no_model(run: Cli, tmp_path: Path, config: str | No
     assert done.returncode == 2
     assert done.stdout == ""
     assert f"--model: {tmp_path} {problem}" in done.stderr or f"--model: {problem}" in done.stderr
+
+
+def test_a_table_without_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    printing.print_table("Nothing", ("name", "reason"), [])
+    assert capsys.readouterr().out == "\nNothing\n"

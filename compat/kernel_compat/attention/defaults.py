@@ -1,4 +1,4 @@
-"""The installation and the attention registry of this process, which `kernel_compat.api` has the public functions of."""
+"""The installation and the attention registry of this process. The public functions that use them are in `kernel_compat.api`."""
 
 from __future__ import annotations
 

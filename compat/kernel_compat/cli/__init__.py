@@ -25,7 +25,7 @@ __all__ = ["main"]
 
 #: The commands of this package, each a module that is a `gates.Command` and is imported when it is called.
 OWN = ("check", "status", "explain", "plan")
-#: The commands of neighbours, which `kernel-compat --help` has where they aren't installed, too.
+#: The commands of neighbours, each by the name of its extra. `kernel-compat --help` has them where they aren't installed, too.
 NEIGHBOURS = ("doctor", "ops", "prove")
 
 
@@ -106,7 +106,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Reads the version when it is asked for: a copy of the code may have no metadata."""
+    """Prints the version. It is read no earlier, because a copy of the code may have no metadata."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(f"kernel-compat {version('kernel-compat')}")

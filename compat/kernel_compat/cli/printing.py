@@ -107,17 +107,19 @@ def print_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]])
     used = [index for index in range(len(heads)) if any(row[index] for row in rows)]
     print_text("")
     print_text(title, "bold")
+    if not used:
+        return
     widths = [max(len(row[index]) for row in (heads, *rows)) for index in used]
     indent = sum(widths[:-1]) + 2 * len(widths[:-1])
     room = shutil.get_terminal_size().columns - indent if sys.stdout.isatty() else 0
     for row in (heads, *rows):
         cells = [row[index] for index in used]
-        *lines, last = textwrap.wrap(cells[-1], room) or [""] if room > 20 else [cells[-1]]
+        lines = textwrap.wrap(cells[-1], room) if room > 20 else []
         padded = [
             _styled(cell, COLOURS.get(cell, "")) + " " * (width - len(cell))
             for cell, width in zip(cells, widths, strict=True)
         ]
-        for number, line in enumerate((*lines, last)):
+        for number, line in enumerate(lines or cells[-1:]):
             text = _styled(line, COLOURS.get(cells[-1], ""))
             print(("  ".join([*padded[:-1], text]) if number == 0 else " " * indent + text).rstrip())
 

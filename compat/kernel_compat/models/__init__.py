@@ -22,5 +22,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:  # from kernel-compat-ops
-        return public(name)
+        return public(name, "ops")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,7 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from ..environment import Environment
+from ..gates import in_order
 from ..versions import within
 from .seam import Seam
 from .swap import Change
@@ -108,7 +109,7 @@ def discover(points: Iterable[EntryPoint] | None = None) -> tuple[list[Shim], di
         points = entry_points(group=ENTRY_POINT_GROUP)
         if not _has_own():
             broken["kernel-compat"] = "it has no metadata here, as it is imported from a folder. Install it"
-    for point in sorted(points, key=lambda p: (p.name, p.value)):
+    for point in in_order(points):
         try:
             loaded = point.load()
             for shim in (loaded,) if isinstance(loaded, Shim) else tuple(loaded):

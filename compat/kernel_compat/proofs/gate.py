@@ -38,7 +38,7 @@ def require_proof(model: Any, name: str, unproven: str) -> None:
         return
     owner, config = essential(type(model)), essential(type(model.config))
     known = _in_table(owner, config, str(getattr(model.config, "model_type", "")), str(transformers.__version__))
-    foreign = [] if unproven == "allow" else replaced(owner, config)
+    foreign = replaced(owner, config) if known is not None and unproven != "allow" else []
     if known and not foreign:
         raise wrong(owner, name, known)
     if unproven == "allow" or (known is not None and not foreign):
@@ -77,18 +77,19 @@ def _in_table(owner: type, config: type, model_type: str, version: str) -> tuple
 
 
 def _unproven(model: Any, name: str, claim: Claim, *, by_name: bool) -> str:
-    """Why no gate can tell that a claim holds; empty if one says that it does, and none that it doesn't."""
-    answers = []
+    """The reason why a claim isn't proven; empty if a gate returns None for it. A gate that finds it false raises."""
+    reasons: list[str | None] = []
     for point in entries(LOAD_GATES).values():
         try:
             gate = point.load()
         except Exception as error:  # another project's package
-            answers.append(f"its entry point {point.name} could not be loaded: {type(error).__name__}: {error}")
+            reasons.append(f"its entry point {point.name} could not be loaded: {type(error).__name__}: {error}")
             continue
-        answers.append(gate(model, name, claim, by_name=by_name))
-    if not answers:
+        reason = gate(model, name, claim, by_name=by_name)
+        reasons.append(reason if reason is None else str(reason) or f"the gate {point.name} says no reason")
+    if not reasons:
         return f"nothing that could prove it is installed. {install_hint('prove')}"
-    return "" if None in answers else "; ".join(dict.fromkeys(filter(None, answers)))
+    return "" if None in reasons else "; ".join(dict.fromkeys(filter(None, reasons)))
 
 
 def listed(paths: list[str]) -> str:

@@ -63,7 +63,7 @@ def cases_that_ran() -> ByRelease[Ran]:
 
 
 def read(path: Path) -> tuple[ByRelease[Cases], ByRelease[Ran]]:
-    """The two halves of a table: the cases that aren't equal, and those that ran."""
+    """Read a table from its file: the cases that aren't equal, and the cases that ran."""
     document = json.loads(path.read_text())
     order: list[str] = document["releases"]
     ran = document.get("ran", {"sets": [], "types": {}})

@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 
 from kernel_compat.environment import Environment
 from kernel_compat.errors import KernelUnavailableError
+from kernel_compat.gates import in_order
 
 from .builtin import SPECS
 from .spec import EAGER, OPS, KernelSpec, Op
@@ -308,7 +309,7 @@ class OpRegistry:
             group, self._group = self._group, ""
             if not group:
                 return
-            for point in sorted(entry_points(group=group), key=lambda p: (p.name, p.value)):
+            for point in in_order(entry_points(group=group)):
                 try:
                     loaded = point.load()
                     entries: Iterable[Any] = (loaded,) if isinstance(loaded, (Op, KernelSpec)) else tuple(loaded)
