@@ -148,9 +148,8 @@ def _modules() -> str:
         lines += _rows(neighbour.rglob("*.py"), neighbour.parent)
     library = compat / "kernel_compat"
     for room in ROOMS:
-        lines += _rows(
-            (library / room).rglob("*.py") if (library / room).is_dir() else [library / f"{room}.py"], library
-        )
+        module = library / f"{room}.py"  # first: a folder may be left over with bytecode in it
+        lines += _rows([module] if module.exists() else (library / room).rglob("*.py"), library)
     return "\n".join(lines)
 
 
