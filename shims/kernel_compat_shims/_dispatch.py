@@ -21,6 +21,7 @@ from kernel_compat.attention.roles import (
     TOKENS,
     WINDOW,
 )
+from kernel_compat.kernels.provider import FUNCTIONS
 from kernel_compat.patching.pass_through import unwrapped
 from kernel_compat.patching.seam import Seam
 from kernel_compat.policy.flash_flags import require_flash_support
@@ -50,7 +51,8 @@ def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 @cache
 def namespace(entry: AttentionName) -> SimpleNamespace:
     """The functions of a name's kernel, as attributes that upstream reads. Loads the kernel."""
-    return SimpleNamespace(**entry.kernel.load()._asdict())
+    functions = entry.kernel.load()
+    return SimpleNamespace(**{name: getattr(functions, name) for name in FUNCTIONS})
 
 
 def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:

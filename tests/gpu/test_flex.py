@@ -11,7 +11,11 @@ from tiny import distance
 from torch import Tensor
 
 import kernel_compat
-from kernel_compat.kernels import flex, indices, reference
+from kernel_compat.kernels import Functions, flex, indices, reference
+from kernel_compat.kernels.options import Mask, Options
+
+#: The kernel without the checks of a `Kernel`.
+FLEX = Functions(flex.attend)
 
 pytestmark = pytest.mark.gpu
 
@@ -63,8 +67,8 @@ def test_gradients_of_an_interleaved_mask(dtype: torch.dtype) -> None:
     inputs = random_inputs(*[(1, 768, 4, 64)] * 3, dtype=dtype)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     (q, k, v), (exact_q, exact_k, exact_v) = inputs, exact
-    found = flex.masked_attention(q, k, v, visible=visible)
-    expected = reference.masked_attention(exact_q, exact_k, exact_v, visible=visible)
+    found = flex.attend(q, k, v, Options(), mask=Mask(visible))
+    expected = reference.attend(exact_q, exact_k, exact_v, Options(), mask=Mask(visible))
     compare(found, inputs, expected, exact, TOLERANCE[dtype])
 
 
@@ -89,7 +93,7 @@ def test_compiled_with_its_mask() -> None:
     inputs = random_inputs(*[(3000, heads, 64) for heads in (4, 2, 2)], dtype=torch.bfloat16)
     exact = [x.detach().float().requires_grad_() for x in inputs]
     torch.compiler.reset()
-    attend = torch.compile(lambda q, k, v: flex.flash_attn_varlen_func(q, k, v, **options), fullgraph=True)
+    attend = torch.compile(lambda q, k, v: FLEX.flash_attn_varlen_func(q, k, v, **options), fullgraph=True)
     expected = reference.flash_attn_varlen_func(*exact, **options)
     compare(attend(*inputs), inputs, expected, exact, TOLERANCE[torch.bfloat16])
 
@@ -118,7 +122,7 @@ def test_a_hundred_lengths() -> None:
         exact = [x.detach().float().requires_grad_() for x in inputs]
         options = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": max(lengths)}
         options |= {"max_seqlen_k": max(lengths), "causal": True}
-        found = flex.flash_attn_varlen_func(*inputs, **options)
+        found = FLEX.flash_attn_varlen_func(*inputs, **options)
         expected = reference.flash_attn_varlen_func(*exact, **options)
         compare(found, inputs, expected, exact, TOLERANCE[torch.bfloat16])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from tiny import CAUSAL_LMS, SHAPE, TRANSFORMERS, VOCAB, distance, installation,
 from torch import Tensor
 
 import kernel_compat
+from kernel_compat.kernels import Functions
 
 pytestmark = pytest.mark.gpu
 
@@ -384,16 +385,15 @@ def batched(model: Any, **settings: Any) -> list[list[int]]:
 def test_continuous_batching(models: Path, kernel: str, name: str, pages: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For each prompt `generate_batch` and `generate` give the same tokens; kernels with a paged cache get the block table."""
     functions = kernel_compat.known_kernels()[kernel].load()
-    kvcache = functions.flash_attn_with_kvcache
+    attend_paged = functions.attend_paged
     in_pages: list[int] = []
-    if kvcache is not None:
+    if attend_paged is not None:
 
-        @wraps(kvcache)
-        def counted(q: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def counted(q: Tensor, *rest: Any) -> Any:
             in_pages.append(len(q))
-            return kvcache(q, *args, **kwargs)
+            return attend_paged(q, *rest)
 
-        counting = functions._replace(flash_attn_with_kvcache=counted)
+        counting = Functions(functions.attend, cast("Any", counted), functions.masks)
         monkeypatch.setattr(kernel_compat.known_kernels()[kernel], "_functions", counting)
     reason = kernel_compat.known_kernels()[kernel].unpaged_because(256, 8)
     there = reason is None and TRANSFORMERS.release >= (5, 4)
@@ -433,7 +433,8 @@ def test_late_offsets(
                 args = (*args[:3], rising, *args[4:])
         return functions.flash_attn_varlen_func(*args, **kwargs)
 
-    looked = functions._replace(flash_attn_varlen_func=looking)
+    looked = Functions(functions.attend, functions.attend_paged, functions.masks)
+    looked.flash_attn_varlen_func = looking
     monkeypatch.setattr(kernel_compat.known_kernels()[kernel], "_functions", looked)
     with installation("offsets_flash", kernel, skip=skipped):
         completed = inputs.get_model_kwargs

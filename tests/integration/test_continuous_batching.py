@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, randomize
 from torch import Tensor
 
 import kernel_compat
-from kernel_compat.kernels import reference
+from kernel_compat.kernels import Functions, reference
 
 RELEASE = TRANSFORMERS.release[:2]
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -509,15 +509,16 @@ def padding_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> list[list[int]]:
     """Record the padding rows' lengths of every call of a name's kernel."""
     entry = kernel_compat.registered_attention()[name]
     functions = entry.kernel.load()
-    original = functions.flash_attn_with_kvcache
+    original = functions.attend_paged
     assert original is not None
     seen: list[list[int]] = []
 
-    def flash_attn_with_kvcache(*args: Any, block_table: Tensor, cache_seqlens: Tensor, **kwargs: Any) -> Any:
+    def attend_paged(q: Any, k: Any, v: Any, new_k: Any, new_v: Any, cache_seqlens: Any, *rest: Any) -> Any:
         seen.append([length for length in cache_seqlens.tolist() if length < 0])
-        return original(*args, block_table=block_table, cache_seqlens=cache_seqlens, **kwargs)
+        return original(q, k, v, new_k, new_v, cache_seqlens, *rest)
 
-    monkeypatch.setattr(entry.kernel, "_functions", functions._replace(flash_attn_with_kvcache=flash_attn_with_kvcache))
+    recorded = Functions(functions.attend, cast("Any", attend_paged), functions.masks)
+    monkeypatch.setattr(entry.kernel, "_functions", recorded)
     return seen
 
 

@@ -25,6 +25,7 @@ from kernel_compat import cli
 from kernel_compat.attention.roles import MASK, Role
 from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.kernels import Functions, Kernel, known_kernels
+from kernel_compat.kernels.options import Lengths, Options
 from kernel_compat.proofs import table
 from kernel_compat_prove import QUICK, Proof, cases, proof, prove_config, prove_type, sweep
 from kernel_compat_prove.architectures import model_types
@@ -42,11 +43,17 @@ def broken() -> Iterator[Callable[[Callable[..., Any]], str]]:
         functions = original.load()
         kernel = Kernel("broken", original.providers)
 
-        def changed(function: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: change(lambda **more: function(*args, **{**kwargs, **more}), kwargs)
+        def attend(q: Any, k: Any, v: Any, options: Options, lengths: Lengths | None = None, mask: Any = None) -> Any:
+            keywords = {**options._asdict(), **({} if lengths is None else lengths._asdict())}
 
-        dense, varlen = (changed(f) for f in (functions.flash_attn_func, functions.flash_attn_varlen_func))
-        kernel.preload(original.features, Functions(dense, varlen, None))
+            def call(**more: Any) -> Any:
+                replaced = None if lengths is None else Lengths(**{f: {**keywords, **more}[f] for f in Lengths._fields})
+                chosen = Options(**{f: {**keywords, **more}[f] for f in Options._fields})
+                return functions.attend(q, k, v, chosen, replaced, mask)
+
+            return change(call, keywords)
+
+        kernel.preload(original.features, Functions(attend))
         kernel_compat.register_attention(NAME, kernel=kernel)
         return NAME
 

@@ -16,9 +16,10 @@ from kernel_compat.cli import explain
 from kernel_compat.diagnostics import numerics
 from kernel_compat.environment import DISTRIBUTIONS, KNOWN_IMPORTS, SHIPS
 from kernel_compat.kernels import Limit, catalog, reference
-from kernel_compat.kernels.adapter import Functions, adapt
+from kernel_compat.kernels.adapter import adapt
 from kernel_compat.kernels.catalog import CATALOG, FLASH_ATTN_4, TRANSFORMERS
 from kernel_compat.kernels.needs import Needs, unmet
+from kernel_compat.kernels.options import Functions
 from kernel_compat.kernels.provider import Provider, older
 from kernel_compat.releases import TRANSFORMERS as TRANSFORMERS_RELEASES
 

@@ -15,10 +15,12 @@ from kernel_compat.attention import boundaries, forward, mask_reduction
 from kernel_compat.attention import padding as padding_module
 from kernel_compat.attention.boundaries import Sequences, sequences_of_positions
 from kernel_compat.attention.call import AttentionCall
+from kernel_compat.attention.layout import SequenceLayout
 from kernel_compat.attention.mask_function import attention_mask_function
-from kernel_compat.attention.mask_reduction import reduce_mask
+from kernel_compat.attention.mask_reduction import ReducedMask, reduce_mask
 from kernel_compat.attention.padding import padding
-from kernel_compat.attention.varlen import _padded_by_sorting, padded_attention
+from kernel_compat.attention.resolution import _in_fixed_shapes, _of_padding
+from kernel_compat.kernels import Functions
 from kernel_compat.kernels.memo import Memo, scope
 
 REFERENCE = known_kernels()["flash_attention_reference"]
@@ -382,16 +384,19 @@ def test_padded_attention(data: st.DataObject) -> None:
     visible = visible_by_hand(keys, q_len, causal, limit, None if causal else limit, room)
     holes = any("FT" in "".join("FT"[key] for key in row).lstrip("F") for row in keys.tolist())
     kernel_window = (-1, -1) if window is None else (window - 1, 0 if causal else window - 1)
-    options = {"causal": causal, "window_size": kernel_window, "dropout_p": 0.0}
-    call = AttentionCall(q, k[:, :kv_len], v[:, :kv_len], causal)
+    call, functions = AttentionCall(q, k, v, causal), REFERENCE.load()
+    reduced = ReducedMask(keys, not cross, kv_len, causal, kernel_window)
+
+    def attend(layout: SequenceLayout) -> Tensor:
+        return layout.attend(functions, q, k, v, call.options(causal, kernel_window))
+
     distances_shrink = holes and window is not None
     if distances_shrink:
-        without_masks = REFERENCE.load()._replace(masked_attention=None)
         with pytest.raises(ValueError, match="padding between tokens"):
-            padded_attention(without_masks, call, keys, not cross, options)
+            _of_padding(causal, kernel_window, call, reduced, Functions(functions.attend))
     real = torch.ones_like(keys[:, kv_len - q_len :]) if cross else keys[:, kv_len - q_len :]
     expected = attention_by_hand(q, k, v, visible)
-    out = padded_attention(REFERENCE.load(), call, keys, not cross, options)
+    out = attend(_of_padding(causal, kernel_window, call, reduced, functions))
     if causal and window is None:  # the mask says where the keys of a static cache end, also beside a bias
         for bias in (None, torch.zeros(1, 1, q_len, kv_len + room, dtype=q.dtype)):
             cached = forward.flash_attention(REFERENCE, AttentionCall(q, k, v, True, keys, bias=bias))
@@ -400,7 +405,7 @@ def test_padded_attention(data: st.DataObject) -> None:
     assert (out[~real] == 0).all()
     if distances_shrink:
         return
-    shaped = _padded_by_sorting(REFERENCE.load(), call, keys, not cross, options)
+    shaped = attend(_in_fixed_shapes(causal, kernel_window, keys, q_len, not cross))
     torch.testing.assert_close(shaped, out, rtol=1e-9, atol=1e-9)
 
 

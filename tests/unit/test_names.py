@@ -512,7 +512,7 @@ def test_a_forward_alone() -> None:
     assert (found.unusable, found.runs_on) == ([], "its own forward")
     assert next_fallback("x_flash") == "sdpa"
     with pytest.raises(UnsupportedFeatureError, match=r"_flash_attention_forward.* Register the name with a kernel"):
-        registered_attention()["x_flash"].kernel.load().flash_attn_varlen_func(q=None)
+        registered_attention()["x_flash"].kernel.load().flash_attn_func(None, None, None)
 
 
 def test_a_forward_alone_that_declares_nothing_has_no_feature() -> None:

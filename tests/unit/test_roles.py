@@ -39,8 +39,6 @@ ARGUMENTS, RECOGNISED, SIZES, STAND_IN = (
 )
 EXEMPT = {
     LIBRARY / "kernels": ("block_table is_causal s_aux", ARGUMENTS),
-    LIBRARY / "attention" / "call.py": ("s_aux", ARGUMENTS),
-    LIBRARY / "attention" / "varlen.py": ("block_table s_aux", ARGUMENTS),
     LIBRARY / "diagnostics" / "numerics.py": ("_attn_implementation num_key_value_groups", STAND_IN),
     OPS / "losses" / "causal.py": ("labels shift_labels", ARGUMENTS),
     OPS / "recognisers" / "balancing.py": ("attention_mask", RECOGNISED),

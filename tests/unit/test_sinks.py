@@ -19,9 +19,10 @@ from torch._guards import active_fake_mode
 
 from kernel_compat import Environment, UnsupportedFeatureError, known_kernels
 from kernel_compat.kernels import as_kernel, reference, sinks
-from kernel_compat.kernels.adapter import Functions, adapt
+from kernel_compat.kernels.adapter import adapt
 from kernel_compat.kernels.catalog import CATALOG, FLASH_ATTN
-from kernel_compat.kernels.primitives import Lengths, PackagePrimitives, Pattern
+from kernel_compat.kernels.options import Functions, Lengths
+from kernel_compat.kernels.primitives import PackagePrimitives, Pattern
 
 CAUSAL = Pattern(0.5, True, -1, -1, 0.0, False)
 LENGTHS = (5, 1, 7)

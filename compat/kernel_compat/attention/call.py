@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..kernels.options import Options
 from .roles import ATTENTIONS, KEY_OFFSETS, LENGTHS, QUERY_OFFSETS
 
 __all__ = ["AttentionCall", "PackedLengths", "check_heads", "unsupported_argument"]
@@ -117,17 +118,10 @@ class AttentionCall(NamedTuple):
             return (-1, -1)
         return (size - 1, 0 if causal else size - 1)
 
-    def options(self, causal: bool, window: tuple[int, int]) -> dict[str, Any]:
-        """The keywords that every function of a kernel takes, with the causality and the window that were found."""
+    def options(self, causal: bool, window: tuple[int, int]) -> Options:
+        """The options of the kernel's call, with the causality and the window of a layout."""
         deterministic = self.deterministic
         if deterministic is None:
             deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
-        return {
-            "dropout_p": self.dropout,
-            "softmax_scale": self.scale,
-            "causal": causal,
-            "window_size": window,
-            "softcap": self.softcap or 0.0,
-            "deterministic": deterministic,
-            "s_aux": self.sinks if self.sinks is None else self.sinks.to(self.query.dtype),
-        }
+        sinks = self.sinks if self.sinks is None else self.sinks.to(self.query.dtype)
+        return Options(self.dropout, self.scale, causal, window, self.softcap or 0.0, deterministic, sinks)

@@ -155,6 +155,7 @@ class ForwardContext:
         self.packed: Any = None
         self.packs = True
         self.memo = Memo()
+        self.layouts: dict[Any, Any] = {}
         self._outer_made_positions = False
         self._segment_ids: Tensor | None = None
         self._sequences: dict[bool, Sequences | None] = {}

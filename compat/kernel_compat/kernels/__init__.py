@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .adapter import Functions
 from .catalog import CATALOG, FLEXIBLE
 from .foreign import ForeignKernel, ForwardOnly
 from .kernel import Kernel
 from .layered import LayeredKernel
 from .needs import Needs, unmet
+from .options import Functions
 from .provider import Features, Limit, Provider
 
 __all__ = [

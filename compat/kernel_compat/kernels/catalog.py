@@ -186,7 +186,7 @@ OWN = Provider(
     Features(softcap=True, sinks=True, deterministic=True, masks=True, **_ANYWHERE),
     "",
     bundled=True,
-    masked=lambda module: module.masked_attention,
+    functions=lambda module: {"attend": module.attend, "flash_attn_func": module.attend},
 )
 
 FLEX = Provider(
@@ -207,8 +207,7 @@ FLEX = Provider(
     "Install a newer torch: pip install --upgrade 'torch>=2.10'",
     minimum=("2.10", "the oldest that is supported"),
     bundled=True,
-    functions=flex.functions,
-    masked=lambda module: flex.masked_attention,
+    functions=lambda module: {"attend": flex.attend, "flash_attn_func": flex.attend},
 )
 
 #: The name of the kernel that runs everywhere.

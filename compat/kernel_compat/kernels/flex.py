@@ -6,104 +6,38 @@ is computed without compiling, which stores the scores; torch has no backward th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
+
+from .options import Lengths, Mask, Options
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .flex_mask import FlexMask
 
-__all__ = ["functions", "masked_attention"]
+__all__ = ["attend"]
 
 
-def functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
-    """The functions of this module; ``torch.nn.attention.flex_attention`` is imported."""
-    return {
-        "flash_attn_func": flash_attn_func,
-        "flash_attn_varlen_func": flash_attn_varlen_func,
-        "flash_attn_with_kvcache": None,
-    }
-
-
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    s_aux: Tensor | None = None,
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, lengths: Lengths | None = None, mask: Mask | None = None
 ) -> Tensor:
-    """Attention over equal lengths.
+    """An `options.Attend`. The value's head dimension may be any; tokens behind the last sequence get zeros."""
+    from .flex_mask import any_mask, equal_lengths, packed_sequences
 
-    Args:
-        q: (batch, q_len, heads, head_dim).
-        k, v: (batch, kv_len, kv_heads, head_dim); v's head_dim may differ.
-    """
-    from .flex_mask import equal_lengths
-
-    mask = equal_lengths(q.shape[1], k.shape[1], causal, window_size, q.device)
-    return _attention(q, k, v, mask, None, softmax_scale, softcap, s_aux)
-
-
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    s_aux: Tensor | None = None,
-) -> Tensor:
-    """Attention over packed sequences; (tokens, heads, head_dim). Tokens behind the last sequence get zeros."""
-    from .flex_mask import packed_sequences
-
-    mask = packed_sequences(cu_seqlens_q, cu_seqlens_k, (q.shape[0], k.shape[0]), causal, window_size)
-    return _attention(q[None], k[None], v[None], mask, None, softmax_scale, softcap, s_aux)[0]
+    pattern = (options.causal, options.window_size)
+    if lengths is not None:
+        packed = packed_sequences(lengths.cu_seqlens_q, lengths.cu_seqlens_k, (q.shape[0], k.shape[0]), *pattern)
+        return _attention(q[None], k[None], v[None], packed, None, options)[0]
+    shape = (q.shape[1], k.shape[1])
+    if mask is None:
+        return _attention(q, k, v, equal_lengths(*shape, *pattern, q.device), None, options)
+    return _attention(q, k, v, any_mask(mask.visible, mask.segments, shape, *pattern, q.device), mask.bias, options)
 
 
-def masked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None = None,
-    bias: Tensor | None = None,
-    segments: tuple[Tensor, Tensor] | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    s_aux: Tensor | None = None,
-) -> Tensor:
-    """Attention with any mask: `Functions.masked_attention`."""
-    from .flex_mask import any_mask
-
-    mask = any_mask(visible, segments, (q.shape[1], k.shape[1]), causal, window_size, q.device)
-    return _attention(q, k, v, mask, bias, softmax_scale, softcap, s_aux)
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: FlexMask | None,
-    bias: Tensor | None,
-    scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: FlexMask | None, bias: Tensor | None, options: Options) -> Tensor:
     import torch
 
     on_cpu = q.device.type == "cpu"
@@ -111,17 +45,18 @@ def _attention(
         q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses inputs with gradients even where none is computed
     tokens = (mask.q_sequence, mask.k_sequence, mask.q_position, mask.k_position) if mask else ()
     limits = (mask.left, mask.right, mask.visible) if mask else ()
-    options = (q.shape[-1] ** -0.5 if scale is None else scale, softcap or 0.0)
+    scores = (q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale, options.softcap or 0.0)
+    sinks = options.s_aux
     blocks = mask.blocks if mask else ()
     heads_first = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     if on_cpu or torch.compiler.is_compiling():
-        attend = _attend
+        compute = _attend
     else:
         tensors = (*heads_first, *tokens, *limits, *blocks, bias, sinks)
-        attend = _compiled(*options, torch.is_grad_enabled(), tuple(map(_layout, tensors)))
+        compute = _compiled(*scores, torch.is_grad_enabled(), tuple(map(_layout, tensors)))
         _mark_dynamic(tensors)
     tiles = {} if on_cpu else _tiles(heads_first[0], heads_first[2])
-    out: Tensor = attend(*heads_first, (*tokens, *limits), blocks, bias, sinks, *options, tiles)
+    out: Tensor = compute(*heads_first, (*tokens, *limits), blocks, bias, sinks, *scores, tiles)
     return out.transpose(1, 2)
 
 

@@ -139,7 +139,7 @@ def _must_not_keep(device: torch.device) -> bool:
 
 
 def _limits(causal: bool, window: Window) -> Window:
-    left, right = (_UNLIMITED if side is None or side < 0 else side for side in window)
+    left, right = (_UNLIMITED if side < 0 else side for side in window)
     return left, 0 if causal else right
 
 

@@ -8,9 +8,10 @@ from typing import Any, NoReturn
 
 from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
-from .adapter import Functions, adapt, takes
+from .adapter import adapt, takes
 from .catalog import OWN
 from .kernel import Kernel
+from .options import Functions
 from .provider import FUNCTIONS, Features, Provider
 
 __all__ = ["ForeignKernel", "ForwardOnly"]
@@ -96,7 +97,7 @@ class ForwardOnly(Kernel):
             feature = "transformers' _flash_attention_forward, which a model calls instead of the registered forward"
             raise UnsupportedFeatureError(feature, self.name, "Register the name with a kernel, too.")
 
-        return Functions(refuse, refuse, refuse if self.features.paged else None)
+        return Functions(refuse, refuse if self.features.paged else None)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ForwardOnly) and (self.name, self.providers) == (other.name, other.providers)

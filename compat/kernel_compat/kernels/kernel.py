@@ -7,7 +7,8 @@ import threading
 
 from ..environment import Environment
 from ..errors import KernelUnavailableError, SeamError
-from .adapter import Functions, adapt
+from .adapter import adapt
+from .options import Functions
 from .provider import Features, Provider
 
 __all__ = ["Kernel"]
@@ -72,7 +73,7 @@ class Kernel:
 
     def unpaged_because(self, page_size: int, head_dim: int) -> str | None:
         """Why it can't use a cache in pages of `page_size` tokens now; None if it can. Loads the kernel."""
-        if self.load().flash_attn_with_kvcache is None:
+        if self.load().attend_paged is None:
             return f"{self.name} has no paged cache"
         return self.provider(Environment.detect()).unpaged_because(page_size, head_dim)
 
@@ -87,7 +88,7 @@ class Kernel:
         try:
             module = importlib.import_module(provider.module)
             raw = provider.functions(module)
-            if raw["flash_attn_varlen_func"] is None:
+            if "attend" not in raw and raw["flash_attn_varlen_func"] is None:
                 raise ImportError(f"{provider.module} has no flash_attn_varlen_func")
         except SeamError:
             raise
@@ -95,9 +96,8 @@ class Kernel:
             reason = f"{provider.distribution} is installed but does not import ({type(error).__name__}: {error})"
             raise KernelUnavailableError(self.name, [reason], provider.install) from error
         declared = provider.features_in(environment)
-        masked = provider.masked(module)
         refined = provider.refine(module, declared)
-        self._features, functions = adapt(self.name, raw, refined, provider, masked)
+        self._features, functions = adapt(self.name, raw, refined, provider)
         if provider.declared:
             expected = declared if provider.bundled else refined  # a package may be built without some
             self.lost = tuple(name for name in expected.names() if not getattr(self._features, name))

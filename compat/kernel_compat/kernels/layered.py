@@ -9,10 +9,10 @@ from typing import Any
 
 from ..environment import Environment
 from ..errors import KernelCompatWarning, KernelUnavailableError, UnsupportedFeatureError
-from .adapter import Functions
 from .catalog import REFERENCE
 from .kernel import Kernel
-from .needs import Needs, is_open, unmet
+from .needs import Needs, unmet
+from .options import Attend, AttendPaged, Functions, Lengths, Mask, Options
 from .provider import Features
 
 __all__ = ["LayeredKernel"]
@@ -138,12 +138,8 @@ class LayeredKernel(Kernel):
         if not members:
             raise KernelUnavailableError(self.name, self.unavailable_because(environment))
         features = [member.features_in(environment) for member in members]
-        return Functions(
-            self._dispatch("flash_attn_func"),
-            self._dispatch("flash_attn_varlen_func"),
-            self._dispatch("flash_attn_with_kvcache", "paged") if any(f.paged for f in features) else None,
-            self._dispatch("masked_attention", "masks") if any(f.masks for f in features) else None,
-        )
+        paged = self._attend_paged() if any(f.paged for f in features) else None
+        return Functions(self._attend(), paged, any(f.masks for f in features))
 
     def unpaged_because(self, page_size: int, head_dim: int) -> str | None:
         """Why no usable member can use a cache in pages of `page_size` tokens now; None if one can."""
@@ -153,46 +149,51 @@ class LayeredKernel(Kernel):
             next(filter(None, reasons), f"{self.name} has no paged cache"),
         )
 
-    def _dispatch(self, function: str, *features: str) -> Callable[..., Any]:
+    def _member(self) -> Callable[[Needs], Functions]:
+        """The function that returns the functions of the member for a call's needs; torch.compile takes its choice as a constant."""
         import torch
 
-        def index(
-            head_dim: int, value_dim: int, dtype: str, device: str, features: tuple[str, ...], page_size: int
-        ) -> int:
+        def index(*fields: Any) -> int:
+            head_dim, value_dim, dtype, device, features, page_size = fields
             return self.members.index(
                 self.choose(Needs(head_dim, value_dim, dtype, device, frozenset(features), page_size))
             )
 
         untraced = torch.compiler.assume_constant_result(index)  # it looks for packages and loads them
 
-        def call(q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
-            member = self.members[untraced(*_needs(q, k, v, options, features))]
-            return getattr(member.load(), function)(q, k, v, *args, **options)
+        def member(needs: Needs) -> Functions:
+            if not torch.compiler.is_compiling():
+                return self.choose(needs).load()
+            head_dim, value_dim, dtype, device, features, page_size = needs
+            number: int = untraced(head_dim, value_dim, dtype, device, tuple(features), page_size)
+            return self.members[number].load()
 
-        call.__name__ = function
-        return call
+        return member
 
+    def _attend(self) -> Attend:
+        member = self._member()
 
-def _needs(q: Any, k: Any, v: Any, options: dict[str, Any], features: tuple[str, ...]) -> tuple[Any, ...]:
-    """The fields of a call's `Needs`, as constants that torch.compile can pass on."""
-    import torch
+        def attend(
+            q: Any, k: Any, v: Any, options: Options, lengths: Lengths | None = None, mask: Mask | None = None
+        ) -> Any:
+            longest = (q.shape[1], k.shape[1]) if lengths is None else lengths[2:]
+            if mask is None:
+                needs = Needs.of(q, k, v, options, longest)
+            else:
+                needs = Needs.of(q, k, v, options, longest, "masks", bias=mask.bias)
+            return member(needs).attend(q, k, v, options, lengths, mask)
 
-    left, right = window = options.get("window_size") or (-1, -1)
-    pages = options.get("block_table")
-    lengths = (q.shape[1], k.shape[1] * (1 if pages is None else pages.shape[1])) if q.ndim == 4 else (0, 0)
-    longest = (options.get("max_seqlen_q", lengths[0]), options.get("max_seqlen_k", lengths[1]))
-    tensors = (q, k, v, options.get("s_aux"), options.get("bias"))
-    backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    asked = {
-        "window": (left is not None and left >= 0) or (right is not None and right >= 0),
-        "open_window": is_open(bool(options.get("causal")), window, longest),
-        "softcap": bool(options.get("softcap")),
-        "sinks": options.get("s_aux") is not None,
-        "dropout": bool(options.get("dropout_p")),
-        "gqa": q.shape[-2] != k.shape[-2],
-        "backward": backward,
-        "deterministic": bool(options.get("deterministic")) and backward,
-    }
-    used = (*features, *[feature for feature, needed in asked.items() if needed])
-    page_size = 0 if pages is None else k.shape[1]
-    return (q.shape[-1], v.shape[-1], str(q.dtype).removeprefix("torch."), q.device.type, used, page_size)
+        return attend
+
+    def _attend_paged(self) -> AttendPaged:
+        member = self._member()
+
+        def attend_paged(
+            q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cache_seqlens: Any, block_table: Any, options: Options
+        ) -> Any:
+            room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+            functions = member(Needs.of(q, k_cache, v_cache, options, (q.shape[1], room), "paged"))
+            assert functions.attend_paged is not None
+            return functions.attend_paged(q, k_cache, v_cache, k, v, cache_seqlens, block_table, options)
+
+        return attend_paged

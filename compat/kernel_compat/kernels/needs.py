@@ -1,16 +1,20 @@
-"""The needs of one attention call or layer, and why a kernel doesn't meet them. Imports no torch."""
+"""Whether a kernel can do a call of attention, and why not: for the call itself, for a list of kernels, and for plans. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .provider import Features
+from .provider import Features, Refusal
 
-__all__ = ["Needs", "is_open", "unmet"]
+if TYPE_CHECKING:
+    from .options import Options
+
+__all__ = ["Needs", "refusals", "unmet"]
 
 
 class Needs(NamedTuple):
-    """What a call of attention needs of a kernel.
+    """The properties of a call, or of a layer, that a kernel has to support.
 
     Attributes:
         head_dim, value_dim: the head dimensions of query and value.
@@ -29,33 +33,79 @@ class Needs(NamedTuple):
 
     def __str__(self) -> str:
         dims = f"head dimensions {self.head_dim} and {self.value_dim}"
-        return ", ".join([f"a call on {self.device} in {self.dtype}", dims, *map(Features.word, sorted(self.features))])
+        words = map(Features.word, sorted(self.features))
+        return ", ".join([f"a call on {self.device} in {self.dtype}", dims, *words])
+
+    @classmethod
+    def of(
+        cls, q: Any, k: Any, v: Any, options: Options, longest: tuple[int, int], *beside: str, bias: Any = None
+    ) -> Needs:
+        """The needs of a call.
+
+        Args:
+            longest: the lengths of the longest sequences of query and key.
+            beside: features that its other arguments need: ``masks``, ``paged``.
+            bias: a bias of the scores, which may need a gradient.
+        """
+        import torch
+
+        sinks = options.s_aux
+        left, right = options.window_size
+        features = [*beside]
+        if left >= 0 or right >= 0:
+            features.append("window")
+            # A limit at the number of keys hides nothing from one query more.
+            if not options.causal and right < 0 and int(longest[0]) > int(longest[1]) + 1:
+                features.append("open_window")
+        if options.softcap:
+            features.append("softcap")
+        if options.dropout_p:
+            features.append("dropout")
+        if q.shape[-2] != k.shape[-2]:
+            features.append("gqa")
+        gradients = torch.is_grad_enabled()
+        of_sinks = sinks is not None and gradients and sinks.requires_grad
+        if sinks is not None:
+            features.append("sinks" if of_sinks else "frozen_sinks")
+        of_inputs = q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
+        if of_sinks or (gradients and of_inputs):
+            features.append("backward")
+            if options.deterministic:
+                features.append("deterministic")
+        page_size = k.shape[1] if "paged" in beside else 0
+        dtype = str(q.dtype).removeprefix("torch.")
+        return cls(q.shape[-1], v.shape[-1], dtype, q.device.type, frozenset(features), page_size)
 
 
-def is_open(causal: bool, window: tuple[int | None, int | None], longest: tuple[Any, Any]) -> bool:
-    """Whether a call has a window without a limit to the right over more queries than keys.
+def refusals(features: Features, needs: Needs, runs_on: Callable[[str], bool] | None = None) -> Iterator[Refusal]:
+    """What of a call a kernel with these features doesn't support, the first reason first.
 
     Args:
-        longest: the lengths of the longest sequences of query and key.
+        runs_on: whether the kernel runs on a device type that its features don't name.
     """
-    left, right = (-1 if side is None else side for side in window)
-    # A limit at the number of keys hides nothing from one query more.
-    return not causal and left >= 0 and right < 0 and int(longest[0]) > int(longest[1]) + 1
+    device, dims, wanted = needs.device, (needs.head_dim, needs.value_dim), needs.features
+    pair = features.pair(*dims)
+    inputs = None  # what it doesn't take whatever the features
+    if device not in features.devices and not (runs_on and runs_on(device)):
+        inputs = Refusal(f"tensors on {device!r}", "device")
+    elif needs.dtype and needs.dtype not in features.dtypes:
+        inputs = Refusal(f"torch.{needs.dtype}", "dtype")
+    elif needs.value_dim > needs.head_dim:
+        excess = f"a value head dimension ({needs.value_dim}) greater than the query's ({needs.head_dim})"
+        inputs = Refusal(excess, "value_dim")
+    elif features.max_head_dim is not None and needs.head_dim > features.max_head_dim and pair is None:
+        if features.head_dims:
+            inputs = Refusal(f"head dimensions {dims} of query and value", "head_dims")
+        else:
+            inputs = Refusal(f"head dimension {needs.head_dim}", "max_head_dim")
+    if inputs is not None:
+        yield inputs
+        return
+    if "backward" in wanted and device in features.no_backward_on:
+        yield Refusal(f"gradients on {device!r}", "device", gradients=True)
+    yield from features.refusals(wanted, pair)
 
 
 def unmet(features: Features, needs: Needs) -> str:
     """Why a kernel with these features can't compute a call, in a few words; empty if it can."""
-    if needs.device not in features.devices:
-        return f"no {needs.device}"
-    if needs.dtype and needs.dtype not in features.dtypes:
-        return f"no {needs.dtype}"
-    largest, dims = features.max_head_dim, (needs.head_dim, needs.value_dim)
-    pair = features.pair(*dims)
-    if needs.value_dim > needs.head_dim and not (features.value_head_dim and largest is None):
-        return f"no head dimensions {dims}"
-    if largest is not None and needs.head_dim > largest and pair is None:
-        return f"no head dimension {needs.head_dim}" if dims[0] == dims[1] else f"no head dimensions {dims}"
-    if "backward" in needs.features and needs.device in features.no_backward_on:
-        return f"no gradients on {needs.device}"
-    lacking = features.lacking(needs.features) or features.lacking_with(pair, needs.features)
-    return ", ".join(f"no {one}" for one in lacking)
+    return ", ".join(f"no {refusal.subject}" for refusal in refusals(features, needs))

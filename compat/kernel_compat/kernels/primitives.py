@@ -8,19 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from .options import Lengths
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Lengths", "PackagePrimitives", "Pattern", "Primitives"]
-
-
-class Lengths(NamedTuple):
-    """The packed sequences of a call: offsets (sequences + 1,), int32, and the lengths of the longest ones."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
+__all__ = ["PackagePrimitives", "Pattern", "Primitives"]
 
 
 class Pattern(NamedTuple):

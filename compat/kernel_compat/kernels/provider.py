@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.version import Version
 
@@ -16,7 +16,7 @@ from ..versions import within
 if TYPE_CHECKING:
     from .primitives import Primitives
 
-__all__ = ["FUNCTIONS", "Features", "Limit", "Provider", "WarnOnce", "older"]
+__all__ = ["FUNCTIONS", "Features", "Limit", "Provider", "Refusal", "WarnOnce", "older"]
 
 #: The functions of a kernel, by the names they have in FlashAttention-2.
 FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
@@ -26,8 +26,26 @@ _WORDS = {
     "window": "sliding windows",
     "open_window": "a window without a limit to the right over more queries than keys",
     "sinks": "attention sinks",
+    "frozen_sinks": "attention sinks",
     "masks": "masks of any kind",
+    "gqa": "fewer key heads than query heads",
+    "backward": "gradients",
 }
+
+
+class Refusal(NamedTuple):
+    """A property of a call that a kernel doesn't support.
+
+    Attributes:
+        subject: the property, in the words of messages.
+        feature: the field of `Features` that says so, and that another kernel may have; ``device``, ``dtype`` and ``value_dim`` for
+            those of the inputs.
+        gradients: whether it is the gradients with that feature that are lacking.
+    """
+
+    subject: str
+    feature: str
+    gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,35 +121,53 @@ class Features:
             return None
         return next((pair for pair in self.head_dims if head_dim <= pair[0] and value_dim <= pair[1]), None)
 
-    def lacking_with(self, pair: tuple[int, int] | None, required: Collection[str]) -> list[str]:
-        """The required features that a pair of `head_dims` doesn't support, as `lacking` names them."""
-        used = [
-            one
-            for one in ("sinks", "softcap")
-            if one in required and (one, self.sinks_from) != ("sinks", "log-sum-exp")
-        ]
-        if pair in self.plain_head_dims:
-            return [f"{self.word(one)} with head dimensions {pair}" for one in used]
-        if pair in self.plain_backward_head_dims and "backward" in required:
-            return [f"gradients of {self.word(one)} with head dimensions {pair}" for one in used]
-        return []
+    @property
+    def frozen_sinks(self) -> bool:
+        """Sinks that need no gradient."""
+        return self.sinks
+
+    def padded_dims(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """The head dimensions of query and value that supported ones are padded to."""
+        if (pair := self.pair(head_dim, value_dim)) is not None:
+            return pair
+        head_dim, value_dim = (
+            -(-dim // self.head_dim_multiple) * self.head_dim_multiple for dim in (head_dim, value_dim)
+        )
+        return head_dim, value_dim if self.value_head_dim else head_dim
+
+    def refusals(self, required: Collection[str], pair: tuple[int, int] | None = None) -> Iterator[Refusal]:
+        """What of the required features is not supported.
+
+        With ``backward`` among them, a feature that has no gradients counts as not supported.
+
+        Args:
+            pair: the pair of `head_dims` that a call is padded to; None for head dimensions up to `max_head_dim`.
+        """
+        required = set(required)
+        for name in sorted(required):
+            if not getattr(self, name):
+                yield Refusal(self.word(name), name)
+        of_sinks, computed = required & {"sinks", "frozen_sinks"}, self.sinks_from == "log-sum-exp"
+        if (
+            computed and self.sinks and of_sinks and "dropout" in required
+        ):  # the log-sum-exp can't know the mask of dropout
+            yield Refusal("attention dropout beside sinks", "sinks_from")
+        gradients = "backward" in required and self.backward
+        for name in sorted(required & set(self.forward_only)) if gradients else ():
+            if getattr(self, name):
+                yield Refusal(f"gradients of {self.word(name)}", name, gradients=True)
+        if pair in self.plain_head_dims or (pair in self.plain_backward_head_dims and "backward" in required):
+            kind = "" if pair in self.plain_head_dims else "gradients of "
+            for name in sorted((required & {"softcap"}) | (set() if computed else of_sinks)):
+                yield Refusal(f"{kind}{self.word(name)} with head dimensions {pair}", "plain_head_dims")
 
     def names(self) -> tuple[str, ...]:
         """The names of the supported yes-or-no features."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) is True)
 
     def lacking(self, required: Collection[str]) -> list[str]:
-        """The required features that are not supported, as messages name them.
-
-        With ``backward`` among them, a feature that has no gradients counts as not supported.
-        """
-        missing = [self.word(feature) for feature in sorted(required) if not getattr(self, feature)]
-        if not missing and {"dropout", "sinks"} <= set(required) and self.sinks_from == "log-sum-exp":
-            missing = ["dropout beside attention sinks"]  # the gradient of a sink can't know the mask
-        if "backward" in required and self.backward:
-            used = sorted(set(required) & set(self.forward_only))
-            missing += [f"gradients of {self.word(feature)}" for feature in used if getattr(self, feature)]
-        return missing
+        """The required features that are not supported, as messages name them: see `refusals`."""
+        return [refusal.subject for refusal in self.refusals(required)]
 
     @classmethod
     def of(cls, declared: Features | Collection[str]) -> Features:
@@ -219,8 +255,8 @@ class Provider:
         declared: whether `features` holds for keywords taken by ``**kwargs`` too. Otherwise a function has the features whose
             keywords are among its named parameters.
         refine: called with the imported module and its features; returns the features that the module was built with.
-        functions: called with the imported module; returns its functions, by their names in FlashAttention-2.
-        masked: called with the imported module; returns its function for any mask, `adapter.Functions.masked_attention`.
+        functions: called with the imported module; returns its functions, by their names in FlashAttention-2. A kernel of this
+            library's own has an `options.Attend` under ``attend``; then the first one says whether it takes calls without lengths.
         unpaged_because: called with a page size and a head dimension; returns why such pages can't be used, None if they can.
         runs_on: called with a device type that `features` doesn't name; returns whether there is a kernel for it.
         primitives: returns the functions below its autograd functions, None if it has none; called once it is imported.
@@ -239,7 +275,6 @@ class Provider:
     declared: bool = True
     refine: Callable[[Any, Features], Features] = lambda module, features: features
     functions: Callable[[Any], Mapping[str, Any]] = lambda module: {f: getattr(module, f, None) for f in FUNCTIONS}
-    masked: Callable[[Any], Callable[..., Any] | None] = lambda module: None
     unpaged_because: Callable[[int, int], str | None] = lambda page_size, head_dim: None
     runs_on: Callable[[str], bool] | None = None
     primitives: Callable[[], Primitives | None] = lambda: None

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .custom_operator import operator
-from .primitives import Lengths, Pattern, Primitives
+from .options import Lengths
+from .primitives import Pattern, Primitives
 
 __all__ = ["attention_by_primitives", "register", "with_sinks"]
 

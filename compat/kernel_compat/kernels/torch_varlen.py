@@ -26,7 +26,8 @@ from .provider import Features, WarnOnce
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .primitives import Lengths, Pattern
+    from .options import Lengths, Mask, Options
+    from .primitives import Pattern
 
 __all__ = ["Primitives", "functions", "refine", "runs_on", "unpaged_because"]
 
@@ -75,13 +76,10 @@ def refine(module: Any, features: Features) -> Features:
 
 
 def functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
-    """The `varlen_attn` in a module as FlashAttention-2's functions."""
+    """The `varlen_attn` in a module as a kernel: see `Provider.functions`."""
     varlen = _Varlen(getattr(module, "varlen_attn", None))
-    return {
-        "flash_attn_func": None,
-        "flash_attn_varlen_func": varlen.flash_attn_varlen_func,
-        "flash_attn_with_kvcache": varlen.flash_attn_with_kvcache if varlen.options >= _PAGING else None,
-    }
+    paged = varlen.flash_attn_with_kvcache if varlen.options >= _PAGING else None
+    return {"attend": varlen.attend, "flash_attn_func": None, "flash_attn_with_kvcache": paged}
 
 
 def runs_on(device: str) -> bool:
@@ -110,7 +108,7 @@ def unpaged_because(page_size: int, head_dim: int) -> str | None:
 
 
 class _Varlen:
-    """A `varlen_attn` behind FlashAttention-2's keywords."""
+    """A `varlen_attn` as a kernel."""
 
     def __init__(self, varlen_attn: Any) -> None:
         import torch
@@ -123,22 +121,20 @@ class _Varlen:
         self._splits = _takes_splits()
         self._warn_once = WarnOnce(_NAME)
 
-    def flash_attn_varlen_func(
+    def attend(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        deterministic: bool = False,
+        options: Options,
+        lengths: Lengths | None = None,
+        mask: Mask | None = None,
     ) -> Tensor:
+        """An `options.Attend` of packed sequences alone."""
         import torch
 
+        assert lengths is not None
+        deterministic = options.deterministic
         determined = torch.are_deterministic_algorithms_enabled()
         if deterministic and not determined and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             self._warn_once("deterministic backward of its own", _VARYING)
@@ -148,8 +144,9 @@ class _Varlen:
                 chosen["num_splits"] = 1  # no sum in an order that depends on the rest of the batch
             elif self._active_backend() is not None and self._prefers_flash():
                 chosen["num_splits"] = 0  # the backend chooses; excludes cuDNN, which takes none
-        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        output: Tensor = self._call((q, k, v), lengths, softmax_scale, causal, window_size, chosen)
+        output: Tensor = self._call(
+            (q, k, v), lengths, options.softmax_scale, options.causal, options.window_size, chosen
+        )
         return output
 
     def flash_attn_with_kvcache(

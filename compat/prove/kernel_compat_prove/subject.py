@@ -86,8 +86,9 @@ class CountedKernel:
         functions = original.load()
         self.kernel = Kernel(original.name, original.providers)
         self._features = original.features
-        counted = (None if function is None else self._count(function) for function in functions)
-        self._functions = Functions(*counted)  # type: ignore[arg-type]
+        paged = functions.attend_paged
+        self._counted = (self._count(functions.attend), None if paged is None else self._count(paged))
+        self._masks = functions.masks
         self._load(masks=False)
 
     @contextmanager
@@ -100,8 +101,7 @@ class CountedKernel:
             self._load(masks=False)
 
     def _load(self, masks: bool) -> None:
-        functions = self._functions if masks else self._functions._replace(masked_attention=None)
-        self.kernel.preload(self._features, functions)
+        self.kernel.preload(self._features, Functions(*self._counted, masks=masks and self._masks))
 
     def _count(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

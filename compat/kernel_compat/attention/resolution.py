@@ -1,0 +1,386 @@
+"""From the arguments of a layer and the forward in progress to the layout of its sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedFeatureError
+from ..kernels import Functions
+from ..kernels.catalog import instead
+from ..kernels.indices import true_first
+from ..kernels.memo import fixed_shapes, memoised
+from ..kernels.options import Lengths, Mask
+from .boundaries import (
+    Sequences,
+    longest,
+    require_agreement,
+    require_total,
+    sequences_of_positions,
+    sequences_of_segments,
+)
+from .call import AttentionCall, PackedLengths
+from .forward_context import ForwardContext
+from .layout import MaskedLayout, PackedLayout, PagedLayout, SequenceLayout, SortedLayout
+from .mask_reduction import ReducedMask, reduce_mask, require_own_keys, visible_and_bias
+from .padding import padding, padding_segments, query_mask, runs
+from .roles import KEY_OFFSETS, PAGES, QUERY_OFFSETS, READ
+from .tensors import offsets_of, require_readable, same_storage
+
+__all__ = ["layout_of", "paged_layout"]
+
+
+def layout_of(call: AttentionCall, functions: Functions, context: ForwardContext | None) -> SequenceLayout:
+    """The layout of a call: found once for a forward and a type of layer, as long as nothing writes into the tensors it is found in.
+
+    Args:
+        context: the forward in progress.
+
+    Raises:
+        UnsupportedFeatureError: the kernel can't compute it.
+        ValueError: the arguments contradict each other.
+    """
+    key = None if context is None else _key(call, functions, context)
+    if context is None or key is None:
+        return _find(call, functions, context)
+    if (known := context.layouts.get(key)) is None:
+        # The tensors are kept, too: an id is unique only as long as its object lives.
+        known = context.layouts[key] = (_find(call, functions, context), call)
+    return known[0]
+
+
+def _key(call: AttentionCall, functions: Functions, context: ForwardContext) -> tuple[Any, ...] | None:
+    """What the layout of a call depends on, beside its forward; None where values can't be kept: see `memoised`."""
+    query = call.query
+    if fixed_shapes(query):
+        return None
+    key = [query.shape[:2], call.key.shape[1], query.device, functions.masks, call.bias is None]
+    key += [call.causal, call.sliding_window, call.local_window, len(context.records), len(context.full_masks)]
+    for decides in (call.mask, call.positions, *(call.lengths or ())):
+        if isinstance(decides, Tensor):
+            if decides.is_inference():
+                return None
+            key += [id(decides), decides._version]
+        else:
+            key.append(decides)
+    return tuple(key)
+
+
+def _find(call: AttentionCall, functions: Functions, context: ForwardContext | None) -> SequenceLayout:
+    require_readable(READ, (call.mask, call.positions, *(call.lengths or ())))
+    in_full = functions.masks and call.mask is not None and call.mask.ndim == 4
+    if in_full and not (call.bias is None and _reducible(call, context)):
+        return _of_any_mask(call, context)
+    reduced, own = _resolve_mask(call, context)
+    if reduced.from_4d and own is not None and call.query.shape[1] > 1 and _made_in_full(call, own):
+        _require_separation(call, own)  # chunks, say, which are counted along the row, look like packed sequences
+    (batch, q_len), causal, kv_len = call.query.shape[:2], reduced.causal, reduced.kv_len
+    window = reduced.window
+    if call.local_window and call.local_window < kv_len:
+        window = (min(call.local_window - 1, window[0] if window[0] >= 0 else kv_len), 0)
+    lengths = own.lengths if call.lengths is None and own is not None else call.lengths
+    if call.bias is not None:
+        if lengths is not None or (own is not None and own.sequences(True) is not None):
+            raise UnsupportedFeatureError(
+                "packed sequences", "a bias of the scores", "Pass the sequences as rows of a batch."
+            )
+        if reduced.padding is not None:
+            segments = padding_segments(reduced.padding, batch, q_len, reduced.padded_queries)
+            return MaskedLayout(causal, window, kv_len, Mask(segments=segments))
+    elif lengths is not None:
+        _check_lengths(lengths, call, reduced, own)
+        return _packed(causal, window, kv_len, call, *_given_sequences(lengths, call, kv_len))
+    elif (sequences := _sequences(call, reduced, own)) is not None:
+        return _packed(causal, window, kv_len, call, sequences, sequences)
+    elif reduced.padding is not None:
+        return _of_padding(causal, window, call, reduced, functions)
+    return SequenceLayout(causal, window, kv_len)
+
+
+def paged_layout(call: AttentionCall, paging: dict[str, Any], functions: Functions, kernel: str) -> PagedLayout:
+    """The layout of one new token for each sequence, over a cache in pages.
+
+    Args:
+        call: query, key and value of shape (1, sequences, heads, head_dim), and the lengths of the keys.
+        paging: the arguments of transformers' paged cache: ``k_cache``, ``v_cache`` and the pages.
+        kernel: its name.
+
+    Raises:
+        UnsupportedFeatureError: the kernel has no paged cache.
+    """
+    if functions.attend_paged is None:
+        raise UnsupportedFeatureError("a paged cache", kernel, instead(kernel, "paged"))
+    offsets = None if call.lengths is None else call.lengths.offsets_k
+    if offsets is None:
+        raise ValueError(f"a paged cache without {KEY_OFFSETS.named()}")
+    sequences, window = call.query.shape[1], call.sliding_window
+    return PagedLayout(
+        True,
+        (window - 1, 0) if window else (-1, -1),
+        call.key.shape[1],
+        paging["k_cache"],
+        paging["v_cache"],
+        (offsets[1 : sequences + 1] - offsets[:sequences] - 1).to(torch.int32),
+        paging[PAGES.named(paging)],
+    )
+
+
+# Layouts, by what says where sequences and padding are.
+
+
+def _given_sequences(lengths: PackedLengths, call: AttentionCall, kv_len: int) -> tuple[Sequences, Sequences]:
+    """The sequences of queries and keys between given offsets. Padding, if there is any, is in sequences of its own.
+
+    Raises:
+        ValueError: the offsets of a batch of several rows don't end with the tokens.
+    """
+    batch, q_len = call.query.shape[:2]
+    q_tokens, k_tokens = batch * q_len, batch * kv_len
+    (cu_q, cu_k), max_q, max_k = lengths.offsets(), lengths.longest_q, lengths.longest_k
+    if fixed_shapes(call.query):  # values can't be read: any upper bound is right
+        max_q = max_q if isinstance(max_q, int) else q_tokens
+        max_k = max_k if isinstance(max_k, int) else k_tokens
+        if batch > 1:
+            for offsets, tokens in ((cu_q, q_tokens), (cu_k, k_tokens)):
+                torch._assert_async(offsets[-1] == tokens, "cu_seq_lens_* don't end where the batch does")
+    else:
+        max_q = longest(cu_q) if max_q is None or isinstance(max_q, Tensor) else int(max_q)
+        max_k = longest(cu_k) if max_k is None or isinstance(max_k, Tensor) else int(max_k)
+        if batch > 1:  # packed sequences are usually in one row: offsets may be meant for each row
+            require_total(cu_q, q_tokens, QUERY_OFFSETS.named())
+            require_total(cu_k, k_tokens, KEY_OFFSETS.named())
+    queries = Sequences(None, cu_q.to(torch.int32), max_q)
+    # The same offsets for both: torch 2.15 chooses its fastest backend by that.
+    return queries, Sequences(None, queries.cu_seqlens if cu_k is cu_q else cu_k.to(torch.int32), max_k)
+
+
+def _packed(
+    causal: bool, window: tuple[int, int], kv_len: int, call: AttentionCall, queries: Sequences, keys: Sequences
+) -> PackedLayout:
+    """The layout of sequences.
+
+    Raises:
+        ValueError: a sliding window over interior padding.
+    """
+    if keys.interior_padding and window != (-1, -1):
+        raise ValueError(
+            "a sliding window over a mask with padding between tokens: distances would shrink with the padding. "
+            f"{instead('', 'masks')}"
+        )
+    same, device = keys.cu_seqlens is queries.cu_seqlens, call.query.device
+    queries, keys = queries.to(device), keys.to(device)
+    if same and keys.cu_seqlens is not queries.cu_seqlens:
+        keys = keys._replace(cu_seqlens=queries.cu_seqlens)
+    return PackedLayout(causal, window, kv_len, queries, keys)
+
+
+def _of_padding(
+    causal: bool, window: tuple[int, int], call: AttentionCall, reduced: ReducedMask, functions: Functions
+) -> SequenceLayout:
+    """The layout of a padded batch.
+
+    Raises:
+        ValueError: the mask doesn't fit the batch, or a sliding window over interior padding, by a kernel without masks of any kind.
+    """
+    mask, padded_queries = reduced.padding, reduced.padded_queries
+    assert mask is not None
+    (batch, q_len), kv_len = call.query.shape[:2], reduced.kv_len
+    if mask.shape[0] != batch:
+        if mask.shape[0] != 1:
+            raise ValueError(f"an attention mask for {mask.shape[0]} sequences does not fit a batch of {batch}")
+        mask = mask.expand(batch, -1)
+    if padded_queries and kv_len < q_len:
+        raise ValueError(f"an attention mask of length {kv_len} does not fit {q_len} queries")
+    if fixed_shapes(call.query):
+        return _in_fixed_shapes(causal, window, mask.bool(), q_len, padded_queries)
+    sequences = padding(mask, q_len, padded_queries)
+    if sequences is None:
+        return SequenceLayout(causal, window, kv_len)
+    if sequences[1].interior_padding and window != (-1, -1) and functions.masks:
+        segments = padding_segments(mask, batch, q_len, padded_queries)
+        return MaskedLayout(causal, window, kv_len, Mask(segments=segments))
+    return _packed(causal, window, kv_len, call, *sequences)
+
+
+def _in_fixed_shapes(
+    causal: bool, window: tuple[int, int], mask: Tensor, q_len: int, padded_queries: bool
+) -> SortedLayout:
+    """The layout of a padded batch whose padding is a sequence of its own in each row.
+
+    Args:
+        mask: (batch, kv_len) bool.
+    """
+    kv_len = mask.shape[1]
+    is_query = query_mask(mask, q_len, padded_queries)
+    if window != (-1, -1):
+        torch._assert_async((runs(mask) <= 1).all(), "a sliding window over a mask with padding between tokens")
+
+    def offsets(valid: Tensor) -> Tensor:
+        lengths = valid.sum(1, dtype=torch.int32)
+        return offsets_of(torch.stack([lengths, valid.shape[1] - lengths], 1).flatten())
+
+    k_order, _ = true_first(mask)
+    q_order, q_places = true_first(is_query)
+    lengths = Lengths(offsets(is_query), offsets(mask), q_len, kv_len)
+    return SortedLayout(causal, window, kv_len, q_order, k_order, q_places, is_query, lengths)
+
+
+def _of_any_mask(call: AttentionCall, context: ForwardContext | None) -> MaskedLayout:
+    """The layout of a 4D mask of any kind."""
+    (batch, q_len), kv_len = call.query.shape[:2], call.key.shape[1]
+    own = None
+    if context is not None and context.covers(batch, q_len, kv_len, bool(call.causal)):
+        own = context
+    assert call.mask is not None
+    visible, bias = visible_and_bias(call.mask, q_len, kv_len)
+    if call.causal and q_len == kv_len > 1 and call.mask.dtype == torch.bool and not fixed_shapes(visible):
+        require_own_keys(visible)
+    if q_len > 1 and not (own is not None and own.has_4d_mask):  # the model's, which may not know of packed sequences
+        _require_separation(call, own)
+    window = (call.local_window - 1, 0) if call.local_window and call.local_window < kv_len else (-1, -1)
+    return MaskedLayout(False, window, kv_len, Mask(visible, bias))
+
+
+def _require_separation(call: AttentionCall, own: ForwardContext | None) -> None:
+    """Check that a mask that the model made separates the packed sequences of its forward, if there are any.
+
+    Raises:
+        UnsupportedFeatureError: it isn't known to.
+    """
+    packed = call.lengths is not None or (
+        own is not None and (own.lengths is not None or own.sequences(True) is not None)
+    )
+    if packed and not (own is not None and _made_in_full(call, own, separating=True)):
+        raise UnsupportedFeatureError(
+            "packed sequences",
+            "a mask with a pattern of the model's own",
+            "transformers separates them without a KV cache: pass use_cache=False. Or pass the sequences as rows of a batch.",
+        )
+
+
+def _made_in_full(call: AttentionCall, context: ForwardContext, separating: bool = False) -> bool:
+    """Whether the library's mask function made a call's mask in full, or such that it separates packed sequences."""
+    return any(same_storage(mask, call.mask) for mask, separates in context.full_masks if separates or not separating)
+
+
+def _reducible(call: AttentionCall, context: ForwardContext | None) -> bool:
+    """Whether a 4D mask is made of what every varlen kernel takes. Never attempted where the mask function has seen more."""
+    mask, q_len, kv_len = call.mask, call.query.shape[1], call.key.shape[1]
+    assert mask is not None
+    if torch.compiler.is_compiling() or (context is not None and _made_in_full(call, context)):
+        return False
+
+    def attempt() -> bool:
+        try:
+            reduce_mask(mask, q_len, kv_len)
+        except ValueError:
+            return False
+        return True
+
+    return memoised(mask, ("reducible", q_len, kv_len), attempt)
+
+
+def _resolve_mask(call: AttentionCall, context: ForwardContext | None) -> tuple[ReducedMask, ForwardContext | None]:
+    """The call's mask in the terms of a kernel; and the context, if this is attention within the tokens of its forward."""
+    (batch, q_len), kv_len = call.query.shape[:2], call.key.shape[1]
+    mask, causal = call.mask, call.causal
+    if causal is None:  # True, which the mask overrides, and which makes no difference to a single query
+        # Outside of a model's forward a layer is causal over its own keys, as in upstream's flash attention.
+        known = q_len == kv_len if context is None else context.has_record(q_len, kv_len)
+        if q_len > 1 and not known and (mask is None or mask.ndim != 4):
+            # Eager attention isn't causal then, unless the model leaves its mask out for flash attention.
+            raise ValueError(
+                "neither the layer nor a mask of its model says whether it is causal: set its is_causal, or use "
+                "attn_implementation='eager'"
+            )
+        causal = True
+    record = own = None
+    if context is not None:
+        record = context.find_record(mask, q_len, kv_len, causal, call.sliding_window)
+    if record is not None:  # the mask overrides the layer's own arguments
+        causal, window, mask = record.causal, record.window, record.padding
+        window = window if max(window) + 1 < kv_len else (-1, -1)
+        if causal and record.window[0] >= 0 and call.sliding_window and call.window(True) != window:
+            raise ValueError(
+                f"a layer with a window of {call.sliding_window} keys got a mask with one of {record.window[0] + 1}: nothing "
+                "says which of them is right"
+            )
+    else:
+        if mask is None and causal and kv_len > q_len and context is not None and context.static_without_mask:
+            raise ValueError("a static cache without a mask: nothing says where its keys end. Pass an attention_mask")
+        window = call.window(causal)
+    if context is not None and context.covers(batch, q_len, kv_len, causal):
+        own = context
+        if mask is None and record is None and own.tokens_only:
+            mask = own.mask  # which the model didn't pass to the layer
+    if mask is None:
+        return ReducedMask(None, True, kv_len, causal, window), own
+    if mask.ndim == 4:
+        return reduce_mask(mask, q_len, kv_len), own
+    if mask.ndim != 2:
+        raise ValueError(f"an attention mask must have 2 or 4 dimensions, not the shape {tuple(mask.shape)}")
+    # Padding applies to the queries only if they are the last of the keys: never in cross-attention, which isn't causal and
+    # may have as many queries as keys. A window is aligned by the queries, so that their padding must be known.
+    padded_queries = (causal or window != (-1, -1)) and not (record is not None and record.all_queries)
+    if not causal and mask.shape[1] != kv_len:
+        raise ValueError(f"an attention mask for {mask.shape[1]} keys does not fit {kv_len}")
+    if not causal and padded_queries and q_len != kv_len:
+        raise ValueError("a window to both sides over padded keys that are not the queries' own")
+    mask = mask[:, -kv_len:]
+    # Keys behind a shorter mask are unused room of a static cache.
+    return ReducedMask(mask, padded_queries, mask.shape[1], causal, window), own
+
+
+def _check_lengths(
+    lengths: PackedLengths, call: AttentionCall, reduced: ReducedMask, own: ForwardContext | None
+) -> None:
+    """Check that masks and positions agree with the given offsets; raises ValueError if not, or if one is missing."""
+    (offsets, _), (batch, q_len) = lengths.offsets(), call.query.shape[:2]
+    if own is not None and own.offsets is offsets:
+        own.check_offsets()
+        _require_positions(own)
+    elif reduced.padding is not None:
+        require_agreement(offsets, reduced.padding, None, batch, q_len)
+    if reduced.segment_ids is not None:
+        require_agreement(offsets, reduced.segment_ids, None, batch, q_len)
+
+
+def _require_positions(context: ForwardContext) -> None:
+    if not context.takes_positions:
+        raise UnsupportedFeatureError(
+            "packed sequences",
+            "a model whose forward has no position_ids",
+            "Its positions run on from one sequence into the next. Pass the sequences as rows of a padded batch.",
+        )
+
+
+def _sequences(call: AttentionCall, reduced: ReducedMask, own: ForwardContext | None) -> Sequences | None:
+    """The packed sequences of a call without offsets; None if there are none.
+
+    Raises:
+        ValueError: they contradict a mask that the model made, or there are cached keys beside them.
+    """
+    complete = reduced.from_4d and (own is None or own.has_4d_mask)  # unless the model made the mask itself
+    if reduced.segment_ids is not None:
+        others = None if own is None or complete else own.sequences(reduced.causal)
+        return sequences_of_segments(reduced.segment_ids, others)
+    batch, q_len = call.query.shape[:2]
+    if q_len == 1 or complete:
+        return None
+    if own is not None:
+        sequences = own.sequences(reduced.causal)
+        if sequences is not None:
+            _require_positions(own)
+            if reduced.padding is not None and own.mask is None:
+                raise ValueError("packed sequences beside a mask with padding that the model has made itself")
+        return sequences
+    if call.positions is None or reduced.padding is not None:
+        return None
+    sequences = sequences_of_positions(call.positions, batch, q_len, reduced.causal)
+    if sequences is not None and call.key.shape[1] != q_len:
+        raise ValueError(
+            "packed position_ids together with cached keys: nothing says which key belongs to which sequence"
+        )
+    return sequences
