@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import multiprocessing
 import os
@@ -159,9 +158,7 @@ def test_what_only_masks_of_any_kind_compute_is_proven_with_them(monkeypatch: py
 
     def off_with_masks(self: CountedKernel, function: Any) -> Any:
         counted = count(self, function)
-        return (
-            counted if "visible" not in inspect.signature(function).parameters else lambda *a, **k: counted(*a, **k) / 2
-        )
+        return lambda *a, **k: counted(*a, **k) / (1 if k.get("mask") is None else 2)
 
     monkeypatch.setattr(CountedKernel, "_count", off_with_masks)
     (found,) = prove_type("mistral", ["padded_holes"]).outcomes

@@ -386,17 +386,18 @@ def test_padded_attention(data: st.DataObject) -> None:
     kernel_window = (-1, -1) if window is None else (window - 1, 0 if causal else window - 1)
     call, functions = AttentionCall(q, k, v, causal), REFERENCE.load()
     reduced = ReducedMask(keys, not cross, kv_len, causal, kernel_window)
+    pattern = (causal, kernel_window, kv_len)
 
     def attend(layout: SequenceLayout) -> Tensor:
-        return layout.attend(functions, q, k, v, call.options(causal, kernel_window))
+        return layout.attend(functions, call)
 
     distances_shrink = holes and window is not None
     if distances_shrink:
         with pytest.raises(ValueError, match="padding between tokens"):
-            _of_padding(causal, kernel_window, call, reduced, Functions(functions.attend))
+            _of_padding(pattern, call, reduced, Functions(functions.attend))
     real = torch.ones_like(keys[:, kv_len - q_len :]) if cross else keys[:, kv_len - q_len :]
     expected = attention_by_hand(q, k, v, visible)
-    out = attend(_of_padding(causal, kernel_window, call, reduced, functions))
+    out = attend(_of_padding(pattern, call, reduced, functions))
     if causal and window is None:  # the mask says where the keys of a static cache end, also beside a bias
         for bias in (None, torch.zeros(1, 1, q_len, kv_len + room, dtype=q.dtype)):
             cached = forward.flash_attention(REFERENCE, AttentionCall(q, k, v, True, keys, bias=bias))
@@ -405,7 +406,7 @@ def test_padded_attention(data: st.DataObject) -> None:
     assert (out[~real] == 0).all()
     if distances_shrink:
         return
-    shaped = attend(_in_fixed_shapes(causal, kernel_window, keys, q_len, not cross))
+    shaped = attend(_in_fixed_shapes(pattern, keys, q_len, not cross))
     torch.testing.assert_close(shaped, out, rtol=1e-9, atol=1e-9)
 
 

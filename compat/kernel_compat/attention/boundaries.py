@@ -13,6 +13,7 @@ from .tensors import previous_token, require, true_indices
 
 __all__ = [
     "Packing",
+    "Rows",
     "Sequences",
     "find_packing",
     "longest",
@@ -46,6 +47,23 @@ class Sequences(NamedTuple):
             return self
         indices = None if self.indices is None else self.indices.to(device)
         return self._replace(indices=indices, cu_seqlens=self.cu_seqlens.to(device))
+
+
+class Rows(NamedTuple):
+    """Packed sequences as padded rows.
+
+    Attributes:
+        sources: for each group of rows (rows, length) int64, the index in the flattened batch of each of its tokens. The
+            output for indices after the last token of a sequence is not used.
+        lengths: for each group (rows, 1) int64, the lengths of its sequences.
+        targets: (tokens,) int64, the index of each sequence's tokens in the groups' rows, flattened and concatenated.
+        indices: as in `Sequences`.
+    """
+
+    sources: tuple[Tensor, ...]
+    lengths: tuple[Tensor, ...]
+    targets: Tensor
+    indices: Tensor | None
 
 
 class Packing(NamedTuple):

@@ -120,9 +120,7 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             require_open()
         if in_pages:
             functions = kernel.load()
-            layout = paged_layout(call, paging, functions, kernel.name)
-            options = call.options(layout.causal, layout.window)
-            return layout.attend(functions, call.query, call.key, call.value, options), None
+            return paged_layout(call, paging, functions, kernel.name).attend(functions, call), None
         if attention_mask is None and cu_seq_lens_q is None:
             _require_mask(module, call, records_masks)
         return flash_attention(kernel, call), None
@@ -137,7 +135,7 @@ def _require_known(arguments: dict[str, Any], name: str) -> None:
         if argument in ATTENTION_ARGUMENTS or value is None or value is False:
             continue
         context = current_context()
-        if context is None or argument not in context.given:
+        if context is None or argument not in context.arguments.names:
             raise UnsupportedFeatureError(
                 f"the argument {argument!r} of a layer's attention",
                 name,
@@ -185,14 +183,18 @@ def _require_mask(module: torch.nn.Module, call: AttentionCall, records_masks: b
     if (causal and q_len == 1) or not (causal or (window and window < kv_len)):
         return
     context = current_context()
-    if causal and q_len != kv_len and (context is None or context.cache is None):  # Kosmos-2's over its image
+    if causal and q_len != kv_len and (context is None or context.arguments.cache is None):  # Kosmos-2's over its image
         raise ValueError(
             f"a causal layer with {q_len} queries, {kv_len} keys, no cache and no mask: nothing says which query sees which "
             "key. Pass a 4D mask, or use attn_implementation='eager'"
         )
     if not records_masks or context is None or context.has_record(q_len, kv_len):
         return
-    if context.masks_by_layer_type or context.mask is not None or context.length not in (0, q_len):
+    if (
+        context.arguments.masks_by_layer_type
+        or context.arguments.mask is not None
+        or context.arguments.length not in (0, q_len)
+    ):
         return  # the masks were made before the call, or the layer has other tokens
     if not _makes_masks(type(module)):
         return
@@ -266,9 +268,7 @@ def flash_attention(kernel: Kernel, call: AttentionCall) -> Tensor:
             subject = "a bias of the scores (position_bias)"
             raise UnsupportedFeatureError(subject, kernel.name, instead(kernel.name, "masks"))
         _check_bias(call)
-    layout = layout_of(call, functions, current_context())
-    options = call.options(layout.causal, layout.window)
-    return layout.attend(functions, call.query, call.key, call.value, options, call.bias)
+    return layout_of(call, functions, current_context()).attend(functions, call)
 
 
 def _check_bias(call: AttentionCall) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..kernels import Functions
-from ..kernels.options import Lengths, Mask, Options
+from ..kernels.options import Lengths, Mask
 from .boundaries import Sequences
+from .call import AttentionCall
 
 __all__ = ["MaskedLayout", "PackedLayout", "PagedLayout", "SequenceLayout", "SortedLayout"]
 
@@ -32,31 +33,20 @@ class SequenceLayout:
     window: tuple[int, int]
     kv_length: int
 
-    def attend(
-        self,
-        functions: Functions,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: Options,
-        bias: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, functions: Functions, call: AttentionCall) -> Tensor:
         """The attention of one layer.
 
         Args:
             functions: of the kernel.
-            query: (batch, q_length, heads, head_dim).
-            key, value: (batch, kv_length or more, kv_heads, head_dim).
-            options: of the layer, with the causality and the window of this layout.
-            bias: (batch or 1, heads or 1, q_length or 1, kv_length or 1) or None, added to the scores.
+            call: of the layer; this layout's causality and window count, and not the call's.
 
         Returns:
             (batch, q_length, heads, value's head_dim). Queries that are in no sequence are zero.
         """
-        key, value = self._used(key), self._used(value)
-        if bias is None:
-            return functions.attend(query, key, value, options)
-        return functions.attend(query, key, value, options, mask=Mask(bias=bias[..., : self.kv_length]))
+        key, value, options = self._used(call.key), self._used(call.value), call.options(self.causal, self.window)
+        if call.bias is None:
+            return functions.attend(call.query, key, value, options)
+        return functions.attend(call.query, key, value, options, mask=Mask(bias=call.bias[..., : self.kv_length]))
 
     def _used(self, x: Tensor) -> Tensor:
         return x if x.shape[1] == self.kv_length else x[:, : self.kv_length]
@@ -73,25 +63,18 @@ class PackedLayout(SequenceLayout):
     queries: Sequences
     keys: Sequences
 
-    def attend(
-        self,
-        functions: Functions,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: Options,
-        bias: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, functions: Functions, call: AttentionCall) -> Tensor:
         """See `SequenceLayout.attend`; there is no bias."""
-        assert bias is None
-        queries, keys, (batch, q_length) = self.queries, self.keys, query.shape[:2]
-        q, k, v = query.flatten(0, 1), self._used(key).flatten(0, 1), self._used(value).flatten(0, 1)
+        assert call.bias is None
+        queries, keys, query = self.queries, self.keys, call.query
+        batch, q_length = query.shape[:2]
+        q, k, v = query.flatten(0, 1), self._used(call.key).flatten(0, 1), self._used(call.value).flatten(0, 1)
         if queries.indices is not None:
             if not queries.max_seqlen:  # every token is padding
-                return query.new_zeros(batch, q_length, query.shape[2], value.shape[-1])
+                return query.new_zeros(batch, q_length, query.shape[2], v.shape[-1])
             q, k, v = q[queries.indices], k[keys.indices], v[keys.indices]
         lengths = Lengths(queries.cu_seqlens, keys.cu_seqlens, queries.max_seqlen, keys.max_seqlen)
-        out = functions.attend(q, k, v, options, lengths)
+        out = functions.attend(q, k, v, call.options(self.causal, self.window), lengths)
         if queries.indices is not None:
             out = query.new_zeros(batch * q_length, *out.shape[1:]).index_copy(0, queries.indices, out)
         return out.unflatten(0, (batch, q_length))
@@ -114,21 +97,13 @@ class SortedLayout(SequenceLayout):
     is_query: Tensor
     lengths: Lengths
 
-    def attend(
-        self,
-        functions: Functions,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: Options,
-        bias: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, functions: Functions, call: AttentionCall) -> Tensor:
         """See `SequenceLayout.attend`; there is no bias."""
-        assert bias is None
-        q = _sorted(query, self.q_order)
-        k, v = (_sorted(self._used(x), self.k_order) for x in (key, value))
-        out = functions.attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), options, self.lengths)
-        out = _sorted(out.unflatten(0, query.shape[:2]), self.q_places)
+        assert call.bias is None
+        q = _sorted(call.query, self.q_order).flatten(0, 1)
+        k, v = (_sorted(self._used(x), self.k_order).flatten(0, 1) for x in (call.key, call.value))
+        out = functions.attend(q, k, v, call.options(self.causal, self.window), self.lengths)
+        out = _sorted(out.unflatten(0, call.query.shape[:2]), self.q_places)
         return torch.where(self.is_query[:, :, None, None], out, 0)
 
 
@@ -147,21 +122,13 @@ class MaskedLayout(SequenceLayout):
 
     mask: Mask
 
-    def attend(
-        self,
-        functions: Functions,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: Options,
-        bias: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, functions: Functions, call: AttentionCall) -> Tensor:
         """See `SequenceLayout.attend`."""
-        mask = self.mask
-        if bias is not None:
-            bias = bias[..., : self.kv_length]
+        mask, key, value = self.mask, self._used(call.key), self._used(call.value)
+        if call.bias is not None:
+            bias = call.bias[..., : self.kv_length]
             mask = mask._replace(bias=bias if mask.bias is None else bias + mask.bias)
-        return functions.attend(query, self._used(key), self._used(value), options, mask=mask)
+        return functions.attend(call.query, key, value, call.options(self.causal, self.window), mask=mask)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,17 +146,10 @@ class PagedLayout(SequenceLayout):
     cache_seqlens: Tensor
     pages: Tensor
 
-    def attend(
-        self,
-        functions: Functions,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        options: Options,
-        bias: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, functions: Functions, call: AttentionCall) -> Tensor:
         """See `SequenceLayout.attend`: of one row, (1, sequences, heads, head_dim); there is no bias."""
         assert functions.attend_paged is not None
-        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        out = functions.attend_paged(q, self.k_cache, self.v_cache, k, v, self.cache_seqlens, self.pages, options)
-        return out.transpose(0, 1)
+        q, k, v = (x.transpose(0, 1) for x in (call.query, call.key, call.value))
+        pages = (self.cache_seqlens, self.pages)
+        options = call.options(self.causal, self.window)
+        return functions.attend_paged(q, self.k_cache, self.v_cache, k, v, *pages, options).transpose(0, 1)

@@ -75,7 +75,7 @@ def attention_mask_function(**arguments: Any) -> Tensor | None:
         context.set_segment_ids(pattern.segment_ids)
     # Layers with other windows get masks of their own, and attention to an encoder gets None.
     hides = pattern.window != (-1, -1) and max(pattern.window) + 1 < kv_length
-    if mask is None and (hides or (pattern.causal and context is not None and context.has_encoder_states)):
+    if mask is None and (hides or (pattern.causal and context is not None and context.arguments.has_encoder_states)):
         mask = _ones(arguments, kv_length)
     elif mask is not None and context is not None and any(same_storage(mask, r.mask) for r in context.records):
         mask = mask.clone()  # layers' masks are recognised by their storage
@@ -150,7 +150,7 @@ def _make_mask(
         else:
             end = end + q_length if positions is None else positions[-1] + 1
         if isinstance(end, Tensor):  # a graph doesn't know its value
-            past = None if context is None else context.cache
+            past = None if context is None else context.arguments.cache
             if past is None or COMPILEABLE.attribute_of(past):
                 if q_length != 1 and not recorded:  # of a padding mask the last columns would be the queries'
                     raise ValueError(

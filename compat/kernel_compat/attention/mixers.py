@@ -22,7 +22,8 @@ from ..kernels.memo import fixed_shapes, memoised
 from ..patching.swap import Change, make, undo
 from ..patching.wrapping import functions_beneath
 from .defaults import resolve
-from .forward_context import ForwardContext, arguments_by_name, current_context
+from .forward_context import ForwardContext, current_context
+from .model_arguments import arguments_by_name
 from .roles import layer_cache_of
 from .rows import RowCall, packed_rows, padded_rows
 
@@ -67,7 +68,7 @@ def _by_sequence(original: Callable[..., Any], is_attention: bool) -> Callable[.
     @wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         context = current_context()
-        entry = None if context is None else resolve(context.implementation)
+        entry = None if context is None else resolve(context.arguments.implementation)
         if context is None or (is_attention and entry is not None):
             return original(self, *args, **kwargs)
         if entry is not None and entry.is_spread():
@@ -81,7 +82,7 @@ def _by_sequence(original: Callable[..., Any], is_attention: bool) -> Callable[.
             # Up to 5.16 padding runs into the tokens after it in a batch of one.
             given = arguments_by_name(self, args, kwargs)
             cached = layer_cache_of(given) is not None
-            rows = padded_rows(context) if context.batch == 1 or not cached else None
+            rows = padded_rows(context) if context.arguments.batch == 1 or not cached else None
         if rows is not None:
             arguments = arguments_by_name(self, args, kwargs)
             call = RowCall(original, self, arguments, context, rows, is_attention, keeps_cache=cached)
@@ -101,8 +102,8 @@ def _sees_later_tokens(kind: type) -> bool:
 
 def _require_padding_last(context: ForwardContext, module: nn.Module) -> None:
     """Refuse padding before a token, which RecurrentGemma's recurrence runs over as over tokens."""
-    mask = context.mask
-    if mask is None or context.length < 2:
+    mask = context.arguments.mask
+    if mask is None or context.arguments.length < 2:
         return
     last = memoised(mask, ("padding last",), (mask[:, 1:] <= mask[:, :-1]).all)
     if fixed_shapes(mask):

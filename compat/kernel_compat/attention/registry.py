@@ -160,7 +160,7 @@ class AttentionRegistry:
         from .forward_context import current_context
 
         context = current_context()
-        if context is not None and self.resolve(context.implementation) is not None:
+        if context is not None and self.resolve(context.arguments.implementation) is not None:
             return True
         for value in (*args, *kwargs.values()):
             own = vars(value) if hasattr(value, "__dict__") else {}

@@ -31,6 +31,9 @@ from .tensors import offsets_of, require_readable, same_storage
 
 __all__ = ["layout_of", "paged_layout"]
 
+#: The first fields of a layout: causality, the window and the number of keys.
+_Pattern = tuple[bool, tuple[int, int], int]
+
 
 def layout_of(call: AttentionCall, functions: Functions, context: ForwardContext | None) -> SequenceLayout:
     """The layout of a call: found once for a forward and a type of layer, as long as nothing writes into the tensors it is found in.
@@ -76,11 +79,11 @@ def _find(call: AttentionCall, functions: Functions, context: ForwardContext | N
     reduced, own = _resolve_mask(call, context)
     if reduced.from_4d and own is not None and call.query.shape[1] > 1 and _made_in_full(call, own):
         _require_separation(call, own)  # chunks, say, which are counted along the row, look like packed sequences
-    (batch, q_len), causal, kv_len = call.query.shape[:2], reduced.causal, reduced.kv_len
-    window = reduced.window
+    (batch, q_len), kv_len, window = call.query.shape[:2], reduced.kv_len, reduced.window
     if call.local_window and call.local_window < kv_len:
         window = (min(call.local_window - 1, window[0] if window[0] >= 0 else kv_len), 0)
-    lengths = own.lengths if call.lengths is None and own is not None else call.lengths
+    pattern = (reduced.causal, window, kv_len)
+    lengths = own.arguments.lengths if call.lengths is None and own is not None else call.lengths
     if call.bias is not None:
         if lengths is not None or (own is not None and own.sequences(True) is not None):
             raise UnsupportedFeatureError(
@@ -88,15 +91,15 @@ def _find(call: AttentionCall, functions: Functions, context: ForwardContext | N
             )
         if reduced.padding is not None:
             segments = padding_segments(reduced.padding, batch, q_len, reduced.padded_queries)
-            return MaskedLayout(causal, window, kv_len, Mask(segments=segments))
+            return MaskedLayout(*pattern, Mask(segments=segments))
     elif lengths is not None:
         _check_lengths(lengths, call, reduced, own)
-        return _packed(causal, window, kv_len, call, *_given_sequences(lengths, call, kv_len))
+        return _packed(pattern, call, *_given_sequences(lengths, call, kv_len))
     elif (sequences := _sequences(call, reduced, own)) is not None:
-        return _packed(causal, window, kv_len, call, sequences, sequences)
+        return _packed(pattern, call, sequences, sequences)
     elif reduced.padding is not None:
-        return _of_padding(causal, window, call, reduced, functions)
-    return SequenceLayout(causal, window, kv_len)
+        return _of_padding(pattern, call, reduced, functions)
+    return SequenceLayout(*pattern)
 
 
 def paged_layout(call: AttentionCall, paging: dict[str, Any], functions: Functions, kernel: str) -> PagedLayout:
@@ -156,15 +159,13 @@ def _given_sequences(lengths: PackedLengths, call: AttentionCall, kv_len: int) -
     return queries, Sequences(None, queries.cu_seqlens if cu_k is cu_q else cu_k.to(torch.int32), max_k)
 
 
-def _packed(
-    causal: bool, window: tuple[int, int], kv_len: int, call: AttentionCall, queries: Sequences, keys: Sequences
-) -> PackedLayout:
+def _packed(pattern: _Pattern, call: AttentionCall, queries: Sequences, keys: Sequences) -> PackedLayout:
     """The layout of sequences.
 
     Raises:
         ValueError: a sliding window over interior padding.
     """
-    if keys.interior_padding and window != (-1, -1):
+    if keys.interior_padding and pattern[1] != (-1, -1):
         raise ValueError(
             "a sliding window over a mask with padding between tokens: distances would shrink with the padding. "
             f"{instead('', 'masks')}"
@@ -173,12 +174,10 @@ def _packed(
     queries, keys = queries.to(device), keys.to(device)
     if same and keys.cu_seqlens is not queries.cu_seqlens:
         keys = keys._replace(cu_seqlens=queries.cu_seqlens)
-    return PackedLayout(causal, window, kv_len, queries, keys)
+    return PackedLayout(*pattern, queries, keys)
 
 
-def _of_padding(
-    causal: bool, window: tuple[int, int], call: AttentionCall, reduced: ReducedMask, functions: Functions
-) -> SequenceLayout:
+def _of_padding(pattern: _Pattern, call: AttentionCall, reduced: ReducedMask, functions: Functions) -> SequenceLayout:
     """The layout of a padded batch.
 
     Raises:
@@ -194,27 +193,24 @@ def _of_padding(
     if padded_queries and kv_len < q_len:
         raise ValueError(f"an attention mask of length {kv_len} does not fit {q_len} queries")
     if fixed_shapes(call.query):
-        return _in_fixed_shapes(causal, window, mask.bool(), q_len, padded_queries)
+        return _in_fixed_shapes(pattern, mask.bool(), q_len, padded_queries)
     sequences = padding(mask, q_len, padded_queries)
     if sequences is None:
-        return SequenceLayout(causal, window, kv_len)
-    if sequences[1].interior_padding and window != (-1, -1) and functions.masks:
+        return SequenceLayout(*pattern)
+    if sequences[1].interior_padding and pattern[1] != (-1, -1) and functions.masks:
         segments = padding_segments(mask, batch, q_len, padded_queries)
-        return MaskedLayout(causal, window, kv_len, Mask(segments=segments))
-    return _packed(causal, window, kv_len, call, *sequences)
+        return MaskedLayout(*pattern, Mask(segments=segments))
+    return _packed(pattern, call, *sequences)
 
 
-def _in_fixed_shapes(
-    causal: bool, window: tuple[int, int], mask: Tensor, q_len: int, padded_queries: bool
-) -> SortedLayout:
+def _in_fixed_shapes(pattern: _Pattern, mask: Tensor, q_len: int, padded_queries: bool) -> SortedLayout:
     """The layout of a padded batch whose padding is a sequence of its own in each row.
 
     Args:
         mask: (batch, kv_len) bool.
     """
-    kv_len = mask.shape[1]
     is_query = query_mask(mask, q_len, padded_queries)
-    if window != (-1, -1):
+    if pattern[1] != (-1, -1):
         torch._assert_async((runs(mask) <= 1).all(), "a sliding window over a mask with padding between tokens")
 
     def offsets(valid: Tensor) -> Tensor:
@@ -223,8 +219,8 @@ def _in_fixed_shapes(
 
     k_order, _ = true_first(mask)
     q_order, q_places = true_first(is_query)
-    lengths = Lengths(offsets(is_query), offsets(mask), q_len, kv_len)
-    return SortedLayout(causal, window, kv_len, q_order, k_order, q_places, is_query, lengths)
+    lengths = Lengths(offsets(is_query), offsets(mask), q_len, mask.shape[1])
+    return SortedLayout(*pattern, q_order, k_order, q_places, is_query, lengths)
 
 
 def _of_any_mask(call: AttentionCall, context: ForwardContext | None) -> MaskedLayout:
@@ -237,7 +233,9 @@ def _of_any_mask(call: AttentionCall, context: ForwardContext | None) -> MaskedL
     visible, bias = visible_and_bias(call.mask, q_len, kv_len)
     if call.causal and q_len == kv_len > 1 and call.mask.dtype == torch.bool and not fixed_shapes(visible):
         require_own_keys(visible)
-    if q_len > 1 and not (own is not None and own.has_4d_mask):  # the model's, which may not know of packed sequences
+    if q_len > 1 and not (
+        own is not None and own.arguments.has_4d_mask
+    ):  # the model's, which may not know of packed sequences
         _require_separation(call, own)
     window = (call.local_window - 1, 0) if call.local_window and call.local_window < kv_len else (-1, -1)
     return MaskedLayout(False, window, kv_len, Mask(visible, bias))
@@ -250,7 +248,7 @@ def _require_separation(call: AttentionCall, own: ForwardContext | None) -> None
         UnsupportedFeatureError: it isn't known to.
     """
     packed = call.lengths is not None or (
-        own is not None and (own.lengths is not None or own.sequences(True) is not None)
+        own is not None and (own.arguments.lengths is not None or own.sequences(True) is not None)
     )
     if packed and not (own is not None and _made_in_full(call, own, separating=True)):
         raise UnsupportedFeatureError(
@@ -308,13 +306,13 @@ def _resolve_mask(call: AttentionCall, context: ForwardContext | None) -> tuple[
                 "says which of them is right"
             )
     else:
-        if mask is None and causal and kv_len > q_len and context is not None and context.static_without_mask:
+        if mask is None and causal and kv_len > q_len and context is not None and context.arguments.static_without_mask:
             raise ValueError("a static cache without a mask: nothing says where its keys end. Pass an attention_mask")
         window = call.window(causal)
     if context is not None and context.covers(batch, q_len, kv_len, causal):
         own = context
-        if mask is None and record is None and own.tokens_only:
-            mask = own.mask  # which the model didn't pass to the layer
+        if mask is None and record is None and own.arguments.tokens_only:
+            mask = own.arguments.mask  # which the model didn't pass to the layer
     if mask is None:
         return ReducedMask(None, True, kv_len, causal, window), own
     if mask.ndim == 4:
@@ -338,7 +336,7 @@ def _check_lengths(
 ) -> None:
     """Check that masks and positions agree with the given offsets; raises ValueError if not, or if one is missing."""
     (offsets, _), (batch, q_len) = lengths.offsets(), call.query.shape[:2]
-    if own is not None and own.offsets is offsets:
+    if own is not None and own.arguments.offsets is offsets:
         own.check_offsets()
         _require_positions(own)
     elif reduced.padding is not None:
@@ -348,7 +346,7 @@ def _check_lengths(
 
 
 def _require_positions(context: ForwardContext) -> None:
-    if not context.takes_positions:
+    if not context.arguments.takes_positions:
         raise UnsupportedFeatureError(
             "packed sequences",
             "a model whose forward has no position_ids",
@@ -362,7 +360,7 @@ def _sequences(call: AttentionCall, reduced: ReducedMask, own: ForwardContext | 
     Raises:
         ValueError: they contradict a mask that the model made, or there are cached keys beside them.
     """
-    complete = reduced.from_4d and (own is None or own.has_4d_mask)  # unless the model made the mask itself
+    complete = reduced.from_4d and (own is None or own.arguments.has_4d_mask)  # unless the model made the mask itself
     if reduced.segment_ids is not None:
         others = None if own is None or complete else own.sequences(reduced.causal)
         return sequences_of_segments(reduced.segment_ids, others)
@@ -373,7 +371,7 @@ def _sequences(call: AttentionCall, reduced: ReducedMask, own: ForwardContext | 
         sequences = own.sequences(reduced.causal)
         if sequences is not None:
             _require_positions(own)
-            if reduced.padding is not None and own.mask is None:
+            if reduced.padding is not None and own.arguments.mask is None:
                 raise ValueError("packed sequences beside a mask with padding that the model has made itself")
         return sequences
     if call.positions is None or reduced.padding is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,31 +16,17 @@ from torch import Tensor, nn
 from ..errors import UnsupportedFeatureError
 from ..kernels.indices import sequence_numbers, true_first
 from ..kernels.memo import fixed_shapes
-from .boundaries import Sequences, offsets_on_host
+from .boundaries import Rows, Sequences, offsets_on_host
 from .forward_context import ForwardContext, within
 from .roles import CACHE_POSITIONS, LENGTHS, SEQUENCES, USE_CACHE, is_layer_cache, layer_cache_of
 
-__all__ = ["RowCall", "Rows", "packed_rows", "padded_rows"]
+__all__ = ["RowCall", "packed_rows", "padded_rows"]
+
+#: The keys of `ForwardContext.rows`.
+_PACKED, _OF_EQUAL_LENGTHS, _OF_THE_BATCH = "packed", "packed, of equal lengths", "of the padded batch"
 
 #: Arguments about the whole packed row, which its sequences must not get.
 _PACKED_ARGUMENTS = frozenset(s for role in (CACHE_POSITIONS, SEQUENCES, *LENGTHS) for s in role.spellings)
-
-
-class Rows(NamedTuple):
-    """Packed sequences as padded rows.
-
-    Attributes:
-        sources: for each group of rows (rows, length) int64, the index in the flattened batch of each of its tokens. The
-            output for indices after the last token of a sequence is not used.
-        lengths: for each group (rows, 1) int64, the lengths of its sequences.
-        targets: (tokens,) int64, the index of each sequence's tokens in the groups' rows, flattened and concatenated.
-        indices: as in `Sequences`.
-    """
-
-    sources: tuple[Tensor, ...]
-    lengths: tuple[Tensor, ...]
-    targets: Tensor
-    indices: Tensor | None
 
 
 def packed_rows(context: ForwardContext, padded: bool = True) -> Rows | None:
@@ -52,9 +38,10 @@ def packed_rows(context: ForwardContext, padded: bool = True) -> Rows | None:
     Raises:
         UnsupportedFeatureError: shapes are fixed, as in a graph, and rows may not be padded.
     """
-    if context.length < 2:
+    arguments = context.arguments
+    if arguments.length < 2:
         return None
-    offsets, tokens = context.offsets, context.batch * context.length
+    offsets, tokens = arguments.offsets, arguments.batch * arguments.length
     if offsets is not None and fixed_shapes(offsets):
         if not padded:
             raise UnsupportedFeatureError(
@@ -62,31 +49,34 @@ def packed_rows(context: ForwardContext, padded: bool = True) -> Rows | None:
                 "a layer that lets padding change earlier tokens",
                 "Use transformers 5.17 or later, or don't compile.",
             )
-        longest = context.lengths.longest_q  # type: ignore[union-attr]
+        longest = arguments.lengths.longest_q  # type: ignore[union-attr]
         return _fixed_rows(offsets, longest if isinstance(longest, int) else tokens, tokens)
-    if padded not in context.rows:
+    kind = _PACKED if padded else _OF_EQUAL_LENGTHS
+    if kind not in context.rows:
         context.check_offsets()
         sequences = context.sequences(True) if offsets is None else Sequences(None, offsets, 0, False)
-        context.rows[padded] = None if sequences is None else _grouped_rows(sequences, tokens, padded)
-    return context.rows[padded]  # type: ignore[no-any-return]
+        context.rows[kind] = None if sequences is None else _grouped_rows(sequences, tokens, padded)
+    return context.rows[kind]
 
 
 def padded_rows(context: ForwardContext) -> Rows:
     """The rows of a padded batch, whose padding comes last; a single row without its padding. Found once a forward."""
-    if context.padded_rows is None:
-        context.padded_rows = _padded_rows(context)
-    rows: Rows = context.padded_rows
+    rows = context.rows.get(_OF_THE_BATCH)
+    if rows is None:
+        rows = context.rows[_OF_THE_BATCH] = _padded_rows(context)
     return rows
 
 
 def _padded_rows(context: ForwardContext) -> Rows:
-    order, place = true_first(context.mask != 0)
-    if context.batch == 1:
-        order = order[:, : context.tokens_after_padding]
-        index = torch.arange(context.tokens_after_padding, device=order.device)
-        return Rows((order,), (order.new_full((1, 1), context.tokens_after_padding),), index, order[0])
-    first = torch.arange(context.batch, device=order.device)[:, None] * context.length
-    lengths = (context.mask != 0).sum(1, keepdim=True)  # type: ignore[union-attr]
+    mask, (batch, length) = context.arguments.mask, (context.arguments.batch, context.arguments.length)
+    assert mask is not None
+    order, place = true_first(mask != 0)
+    if batch == 1:
+        tokens = context.tokens_after_padding
+        order = order[:, :tokens]
+        return Rows((order,), (order.new_full((1, 1), tokens),), torch.arange(tokens, device=order.device), order[0])
+    first = torch.arange(batch, device=order.device)[:, None] * length
+    lengths = (mask != 0).sum(1, keepdim=True)
     return Rows((order + first,), (lengths,), (place + first).flatten(), None)
 
 
@@ -163,9 +153,10 @@ class RowCall:
     def has_tokens(self) -> bool:
         """Whether the layer's first argument is the tokens of the model's forward; an error if the model gets only tokens."""
         first = next(iter(self.arguments.values()), None)
-        if isinstance(first, Tensor) and first.shape[:2] == (self.context.batch, self.context.length):
+        arguments = self.context.arguments
+        if isinstance(first, Tensor) and first.shape[:2] == (arguments.batch, arguments.length):
             return True
-        if not self.context.tokens_only:
+        if not arguments.tokens_only:
             return False
         raise UnsupportedFeatureError(
             "packed sequences",
@@ -186,7 +177,7 @@ class RowCall:
 
     def _in_rows(self, name: str, value: Any, source: Tensor, lengths: Tensor) -> Any:
         """An argument for one group of rows."""
-        batch, length = self.context.batch, self.context.length
+        batch, length = self.context.arguments.batch, self.context.arguments.length
         is_cache = is_layer_cache(name, value)
         if self.keeps_cache and (is_cache or name in USE_CACHE.spellings):
             return value
@@ -207,7 +198,7 @@ class RowCall:
         source = source.to(value.device)
         value = value.expand(batch, *value.shape[1:]).flatten(0, 1)[source]
         # Padding is zero, as upstream's: some layers see tokens to the right.
-        if name == next(iter(self.arguments)) and self.context.padded_rows is self.rows:
+        if name == next(iter(self.arguments)) and self.context.rows.get(_OF_THE_BATCH) is self.rows:
             padding = torch.arange(source.shape[1], device=source.device) >= lengths.to(source.device)
             value = value.masked_fill(padding.unflatten(1, (-1, *(1 for _ in value.shape[2:]))), 0)
         return value
@@ -236,7 +227,7 @@ class RowCall:
                 type(self.layer).__name__,
                 f"It returns the shape {tuple(parts[0].shape)}. Pass the sequences as rows of a padded batch.",
             )
-        batch, length = self.context.batch, self.context.length
+        batch, length = self.context.arguments.batch, self.context.arguments.length
         tokens = torch.cat([part.flatten(0, 1) for part in parts])[self.rows.targets.to(parts[0].device)]
         if self.rows.indices is not None:
             indices = self.rows.indices.to(tokens.device)

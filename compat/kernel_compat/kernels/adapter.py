@@ -38,8 +38,9 @@ def adapt(
         raw: the functions by their names in FlashAttention-2. Kernels of this library have an `Attend` under ``attend`` instead.
     """
     dense, varlen, kvcache = (raw.get(function) for function in FUNCTIONS)
-    own = raw.get("attend")
-    features = replace(features, paged=features.paged and kvcache is not None, masks=features.masks and own is not None)
+    own, own_paged = raw.get("attend"), raw.get("attend_paged")
+    paged = features.paged and (kvcache or own_paged) is not None
+    features = replace(features, paged=paged, masks=features.masks and own is not None)
     if own is None:
         assert varlen is not None
         features = _taken(varlen, features, provider)
@@ -57,11 +58,11 @@ def adapt(
             dense = None  # the varlen function computes it
     package: Attend = own or _Package(dense, varlen, provider)
     kernel = _Checked(name, features, provider, package, dense is not None, primitives is not None)
-    paged = None
-    if kvcache is not None and features.paged:
-        cached = _Checked(name, _taken(kvcache, features, provider), provider, package)
-        paged = _Paged(cached, kvcache)
-    return features, Functions(kernel.attend, paged, features.masks)
+    if not paged:
+        return features, Functions(kernel.attend, None, features.masks)
+    of_pages = features if kvcache is None else _taken(kvcache, features, provider)
+    attend_paged = _Paged(_Checked(name, of_pages, provider, package), own_paged or _PagedPackage(kvcache, provider))
+    return features, Functions(kernel.attend, attend_paged, features.masks)
 
 
 def _taken(function: Callable[..., Any], features: Features, provider: Provider) -> Features:
@@ -281,33 +282,52 @@ class _Checked:
         return attention_by_primitives(self.provider.distribution, q, k, v, options.s_aux, lengths, pattern)
 
 
-class _Paged:
-    """A package's ``flash_attn_with_kvcache`` as an `AttendPaged`, behind the checks of a call."""
+class _PagedPackage:
+    """A package's ``flash_attn_with_kvcache`` as an `AttendPaged`."""
 
-    def __init__(self, kernel: _Checked, function: Callable[..., Any]) -> None:
-        self._kernel, self._function = kernel, function
-        self._keywords = _Keywords(kernel.provider)
-        self._block_table = kernel.provider.renamed.get("block_table", "block_table")
+    def __init__(self, function: Any, provider: Provider) -> None:
+        self._function, self._keywords = function, _Keywords(provider)
+        self._block_table = provider.renamed.get("block_table", "block_table")
+
+    def __call__(
+        self,
+        q: Any,
+        k_cache: Any,
+        v_cache: Any,
+        k: Any,
+        v: Any,
+        cache_seqlens: Any,
+        block_table: Any,
+        options: Options,
+        return_softmax_lse: bool = False,
+    ) -> Any:
+        keywords = {**self._keywords(options), self._block_table: block_table, "cache_seqlens": cache_seqlens}
+        if return_softmax_lse:
+            return self._function(q, k_cache, v_cache, k, v, **keywords, **{_LSE: True})[:2]
+        return _first(self._function(q, k_cache, v_cache, k, v, **keywords))
+
+
+class _Paged:
+    """An `AttendPaged` behind the checks of a call; sinks are computed where the kernel has none."""
+
+    def __init__(self, kernel: _Checked, attend: Callable[..., Any]) -> None:
+        self._kernel, self._attend = kernel, attend
 
     def __call__(
         self, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cache_seqlens: Any, block_table: Any, options: Options
     ) -> Any:
-        kernel = self._kernel
+        kernel, sinks = self._kernel, options.s_aux
         longest = (0, 0)
         if not kernel.features.open_window:  # the room for keys counts as their number
             longest = (q.shape[1], k_cache.shape[1] * (1 if block_table is None else block_table.shape[1]))
         kernel.checked(Needs.of(q, k_cache, v_cache, options, longest))
-        computed = options.s_aux is not None and kernel.computes_sinks
-        keywords = self._keywords(options._replace(s_aux=None) if computed else options)
-        keywords[self._block_table] = block_table
-        if computed:
-            keywords[_LSE] = True
-        out = self._function(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, **keywords)
-        if computed:
-            from .sinks import with_sinks
+        arguments = (q, k_cache, v_cache, k, v, cache_seqlens, block_table)
+        if sinks is None or not kernel.computes_sinks:
+            return self._attend(*arguments, options)
+        from .sinks import with_sinks
 
-            out = with_sinks(out[0], out[1], options.s_aux)
-        return _first(out)
+        out, lse = self._attend(*arguments, options._replace(s_aux=None), return_softmax_lse=True)
+        return with_sinks(out, lse, sinks)[0]
 
 
 def _padded(q: Any, k: Any, v: Any, options: Options, dims: tuple[int, int]) -> tuple[tuple[Any, Any, Any], Options]:

@@ -10,7 +10,7 @@ import torch
 __all__ = ["operator"]
 
 
-def operator(name: str, kernel: Callable[..., Any], outputs: Callable[..., Any]) -> Any:
+def operator(name: str, kernel: Callable[..., Any], outputs: Callable[..., Any], schema: str | None = None) -> Any:
     """A kernel as a custom operator: for torch.compile, and for tensors on the meta device.
 
     `torch.library.triton_op` would work as well, but its `wrap_triton` refuses interpreted kernels, and inductor fuses nothing
@@ -20,7 +20,8 @@ def operator(name: str, kernel: Callable[..., Any], outputs: Callable[..., Any])
 
     Args:
         outputs: takes the kernel's arguments and returns results of its shapes, dtypes and strides.
+        schema: torch's, as ``(Tensor x) -> Tensor``; None to read it from the kernel's annotations.
     """
-    made = torch.library.custom_op(f"kernel_compat::{name}", kernel, mutates_args=())
+    made = torch.library.custom_op(f"kernel_compat::{name}", kernel, mutates_args=(), schema=schema)
     made.register_fake(outputs)
     return made

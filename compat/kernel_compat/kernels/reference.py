@@ -41,9 +41,9 @@ def attend(
     return _attention(q, k, v, visible, options, mask.bias)
 
 
-_functions = Functions(attend)
 #: FlashAttention-2's functions by this kernel: unlike those of a `Kernel` they check nothing.
-flash_attn_func, flash_attn_varlen_func = _functions.flash_attn_func, _functions.flash_attn_varlen_func
+flash_attn_func = Functions(attend).flash_attn_func
+flash_attn_varlen_func = Functions(attend).flash_attn_varlen_func
 
 
 def _visible_in_sequences(lengths: Lengths, q_tokens: int, k_tokens: int, options: Options) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -94,31 +94,16 @@ def _runs_triton(tensor: Tensor) -> bool:
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    deterministic: bool,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    pattern = Pattern(softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic)
+def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    lengths, pattern, kernel = _structured(arguments)
     out, lse = _primitives[kernel].forward(q, k, v, lengths, pattern)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
-def _lengths(cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int) -> Lengths | None:
-    return None if cu_q is None or cu_k is None else Lengths(cu_q, cu_k, max_q, max_k)
+def _structured(arguments: tuple[Any, ...]) -> tuple[Lengths | None, Pattern, str]:
+    """The sequences, the pattern and the kernel's name, of their fields in turn: a custom operator takes neither tuples nor None for one."""
+    lengths, pattern, kernel = arguments[:4], arguments[4:-1], arguments[-1]
+    return None if lengths[0] is None else Lengths(*lengths), Pattern(*pattern), kernel
 
 
 def _forward_outputs(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -135,20 +120,9 @@ def _backward(
     sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    deterministic: bool,
-    kernel: str,
+    *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    pattern = Pattern(softmax_scale, causal, window_size_left, window_size_right, softcap, deterministic)
+    lengths, pattern, kernel = _structured(arguments)
     grad = grad.contiguous()
     grads = _primitives[kernel].backward(grad, q, k, v, out, lse, lengths, pattern)
     # An operator's outputs are tensors: an empty one for sinks that aren't there.
@@ -159,8 +133,26 @@ def _backward_outputs(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     return tuple(inputs[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs[:4])
 
 
-_forward_op = operator("attention", _forward, _forward_outputs)
-_backward_op = operator("attention_backward", _backward, _backward_outputs)
+_ARGUMENTS = ", ".join(
+    [
+        "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k",
+        *(f"{'SymInt' if kind is int else kind.__name__} {name}" for name, kind in get_type_hints(Pattern).items()),
+        "str kernel",
+    ]
+)
+_forward_op = operator(
+    "attention",
+    _forward,
+    _forward_outputs,
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_ARGUMENTS}) -> (Tensor, Tensor)",
+)
+_backward_op = operator(
+    "attention_backward",
+    _backward,
+    _backward_outputs,
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, {_ARGUMENTS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -78,8 +78,8 @@ def refine(module: Any, features: Features) -> Features:
 def functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
     """The `varlen_attn` in a module as a kernel: see `Provider.functions`."""
     varlen = _Varlen(getattr(module, "varlen_attn", None))
-    paged = varlen.flash_attn_with_kvcache if varlen.options >= _PAGING else None
-    return {"attend": varlen.attend, "flash_attn_func": None, "flash_attn_with_kvcache": paged}
+    paged = varlen.attend_paged if varlen.options >= _PAGING else None
+    return {"attend": varlen.attend, "flash_attn_func": None, "attend_paged": paged}
 
 
 def runs_on(device: str) -> bool:
@@ -144,25 +144,22 @@ class _Varlen:
                 chosen["num_splits"] = 1  # no sum in an order that depends on the rest of the batch
             elif self._active_backend() is not None and self._prefers_flash():
                 chosen["num_splits"] = 0  # the backend chooses; excludes cuDNN, which takes none
-        output: Tensor = self._call(
-            (q, k, v), lengths, options.softmax_scale, options.causal, options.window_size, chosen
-        )
+        output: Tensor = self._call((q, k, v), lengths, options, chosen)
         return output
 
-    def flash_attn_with_kvcache(
+    def attend_paged(
         self,
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        cache_seqlens: Tensor | None = None,
-        block_table: Tensor | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
+        k: Tensor | None,
+        v: Tensor | None,
+        cache_seqlens: Tensor | None,
+        block_table: Tensor | None,
+        options: Options,
         return_softmax_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        """An `options.AttendPaged`, which returns the log-sum-exp (batch, heads, new tokens) as well where that is wanted."""
         import torch
 
         if cache_seqlens is None or block_table is None:
@@ -194,10 +191,10 @@ class _Varlen:
         if return_softmax_lse:
             chosen["return_aux"] = torch.nn.attention.varlen.AuxRequest(lse=True)
         inputs = (q.flatten(0, 1), k_cache, v_cache)
-        found = self._call(inputs, packed, softmax_scale, causal, window_size, chosen)
+        output = self._call(inputs, packed, options, chosen)
         if not return_softmax_lse:
-            return found.unflatten(0, (batch, q_len))
-        out, lse = found  # lse: (heads, tokens)
+            return output.unflatten(0, (batch, q_len))
+        out, lse = output  # lse: (heads, tokens)
         return out.unflatten(0, (batch, q_len)), lse.unflatten(1, (batch, q_len)).transpose(0, 1)
 
     def _check_paged(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *new: Tensor | None) -> None:
@@ -221,17 +218,15 @@ class _Varlen:
         self,
         inputs: tuple[Tensor, Tensor, Tensor],
         lengths: tuple[Any, ...],
-        scale: float | None,
-        causal: bool,
-        window_size: tuple[int, int],
+        options: Options,
         chosen: dict[str, Any],
     ) -> Any:
         """Call `varlen_attn` with the options in `chosen`, and with the options that the other arguments require."""
-        q, k, v = inputs
+        (q, k, v), scale = inputs, options.softmax_scale
         if "is_causal" in self.options:
-            chosen["is_causal"] = causal
+            chosen["is_causal"] = options.causal
         else:
-            chosen["window_size"] = (window_size[0], 0) if causal else window_size
+            chosen["window_size"] = (options.window_size[0], 0) if options.causal else options.window_size
         if "scale" not in self.options:
             q, k, v = _scaled(q, k, v, scale)
         elif scale is not None:

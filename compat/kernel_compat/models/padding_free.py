@@ -60,7 +60,7 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
             name, or is a forward of the user's own or one with sequence parallelism.
         UnsupportedFeatureError: the type can't be computed without padding: an encoder-decoder, or one whose results would differ.
     """
-    from ..attention.unpadding.batch import Request
+    from ..attention.unpadding.batch import PaddingFreeSetting
     from ..attention.unpadding.hooks import remove_hooks, structure_of
     from ..attention.unpadding.model_call import FLAG
     from ..proofs.gate import require_padding_free
@@ -71,10 +71,10 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
         raise ValueError(f"tokens must be positive, not {tokens}")
     roots = _roots(model)
     for root in roots:
-        request = vars(root).get(FLAG)
-        if request is not None and request.tokens != tokens:
+        setting = vars(root).get(FLAG)
+        if setting is not None and setting.tokens != tokens:
             raise ValueError(
-                f"this {type(root).__name__} is padding-free with tokens={request.tokens}: undo that first"
+                f"this {type(root).__name__} is padding-free with tokens={setting.tokens}: undo that first"
             )
         name = IMPLEMENTATION.attribute_of(root.config.get_text_config())
         entry = resolve(name)
@@ -91,21 +91,21 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
         require_padding_free(root, entry.name, unproven())
     with _lock:
         for root in roots:
-            request = vars(root).get(FLAG)
-            if request is None:
+            setting = vars(root).get(FLAG)
+            if setting is None:
                 structure_of(root)  # its layers get their hooks before torch.compile sees them
-                swap([(vars(root), FLAG, Request(tokens=tokens))])
+                swap([(vars(root), FLAG, PaddingFreeSetting(tokens=tokens))])
             else:
-                request.handles += 1
+                setting.handles += 1
 
     def undo() -> bool:
         with _lock:
             for root in roots:
-                request = vars(root).get(FLAG)
-                if request is None:
+                setting = vars(root).get(FLAG)
+                if setting is None:
                     continue
-                request.handles -= 1
-                if not request.handles:
+                setting.handles -= 1
+                if not setting.handles:
                     swap([(vars(root), FLAG, ABSENT)])
                     remove_hooks(root)
         return False

@@ -29,7 +29,7 @@ from kernel_compat.attention.roles import (
     Role,
     cache_returned,
 )
-from kernel_compat.attention.unpadding.batch import Request
+from kernel_compat.attention.unpadding.batch import PaddingFreeSetting
 from kernel_compat.attention.unpadding.hooks import remove_hooks
 from kernel_compat.attention.unpadding.model_call import FLAG, head_of
 from kernel_compat.errors import UnsupportedFeatureError
@@ -495,7 +495,7 @@ def _padding_free(subject: Subject) -> Iterator[Comparison]:
     _need(not subject.is_encoder_decoder, "it has an encoder and a decoder")
     _need(subject.has_tokens, "it takes no tokens")
     _need_mask(subject)
-    request = Request()
+    request = PaddingFreeSetting()
 
     def free(run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         def found(model: Any) -> Tensor:

@@ -157,7 +157,7 @@ def gathering_mask_function(
 
 def _with_model_arguments(kwargs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:
     """The keywords of a layer, with the lengths and positions that its model got and didn't pass on."""
-    known = (*zip(LENGTHS, context.lengths or (), strict=False), (POSITIONS, context.positions))
+    known = (*zip(LENGTHS, context.arguments.lengths or (), strict=False), (POSITIONS, context.arguments.positions))
     missing = {role.named(kwargs): value for role, value in known if value is not None and role.of(kwargs) is None}
     return {**kwargs, **missing}
 

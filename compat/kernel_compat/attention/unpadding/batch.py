@@ -13,21 +13,22 @@ from torch import Tensor, nn
 from ...errors import UnsupportedFeatureError
 from ..boundaries import Sequences
 from ..call import PackedLengths
-from ..forward_context import ForwardContext, set_context
+from ..forward_context import ForwardContext, Unpadded, set_context
+from ..model_arguments import ModelArguments
 from ..padding import runs
 from ..roles import is_layer_cache
 from ..tensors import require, same_storage
 from .token_rows import put_rows, take_rows
 
-__all__ = ["Request", "Unpadding"]
+__all__ = ["PackedContext", "PaddingFreeSetting", "Unpadding"]
 
 #: The outputs of an inner model that a head gets.
 _MAIN = ("logits", "last_hidden_state")
 
 
 @dataclass(eq=False)
-class Request:
-    """That a model's calls are computed without padding.
+class PaddingFreeSetting:
+    """How the calls of a model that `kernel_compat.models.padding_free` was called for are computed.
 
     Attributes:
         handles: how many handles of `kernel_compat.models.padding_free` are active.
@@ -40,7 +41,7 @@ class Request:
     tokens: int | None = None
 
 
-class Unpadding:
+class Unpadding(Unpadded):
     """The real tokens of one padded batch.
 
     Attributes:
@@ -53,7 +54,7 @@ class Unpadding:
         each_layer: whether each layer's output is scattered, because the model changes the padded batch between its layers.
         scattered: whether the last layer's output was.
         kept: the number of last columns that there are logits for; 0 for all.
-        request: counts the calls; None for a model whose name wants it.
+        setting: counts the calls; None for a model whose name wants it.
     """
 
     def __init__(
@@ -67,15 +68,19 @@ class Unpadding:
         active: bool | None,
         kept: int,
     ) -> None:
-        assert context.mask is not None
+        assert context.arguments.mask is not None
         assert sequences.indices is not None
-        self.batch, self.length, self.mask = context.batch, context.length, context.mask.bool()
+        self.batch, self.length, self.mask = (
+            context.arguments.batch,
+            context.arguments.length,
+            context.arguments.mask.bool(),
+        )
         self.sequences, self.tokens, self.real, self._order = sequences, sequences.indices.shape[0], real, order
         self.packs_head, self.active, self.kept = packs_head, active, kept
         self.each_layer = self.scattered = False
-        self.request: Request | None = None
+        self.setting: PaddingFreeSetting | None = None
         self._gathered: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
-        self._contexts: dict[int, _Packed] = {}
+        self._contexts: dict[int, PackedContext] = {}
 
     # Tensors.
 
@@ -114,7 +119,7 @@ class Unpadding:
         Args:
             tokens: the name of the argument with the hidden states.
         """
-        if not context.packs:
+        if not context.mask_matches_unpadding:
             return None
         first = arguments.get(tokens)
         if not (self.is_padded(first) or self.is_packed(first)):
@@ -123,14 +128,14 @@ class Unpadding:
             return None
         if self.active is None:
             self.active = self._may_pack(context, arguments)
-            if self.request is not None and not torch.compiler.is_compiling():
-                self.request.packed += self.active
+            if self.setting is not None and not torch.compiler.is_compiling():
+                self.setting.packed += self.active
         if not self.active:
             return None
-        packed = self._packed(layer, context)
+        packed = self._packed(context)
         found = {name: self._argument(layer, packed, name, value, name == tokens) for name, value in arguments.items()}
         packed.layer = layer
-        set_context(packed.context)
+        set_context(packed)
         return found
 
     def keep_padded(self, layer: nn.Module) -> None:
@@ -142,12 +147,12 @@ class Unpadding:
     def _refuse(self, layer: nn.Module, why: str) -> NoReturn:
         raise UnsupportedFeatureError("padding_free", type(layer).__name__, why)
 
-    def _packed(self, layer: nn.Module, context: ForwardContext) -> _Packed:
+    def _packed(self, context: ForwardContext) -> PackedContext:
         if torch.compiler.is_compiling():  # the graph computes equal values once
-            return _Packed(layer, context, self.sequences, self.tokens)
+            return PackedContext(context, self.sequences, self.tokens)
         packed = self._contexts.get(id(context))
         if packed is None or not packed.belongs_to(context):
-            packed = self._contexts[id(context)] = _Packed(layer, context, self.sequences, self.tokens)
+            packed = self._contexts[id(context)] = PackedContext(context, self.sequences, self.tokens)
         return packed
 
     def _may_pack(self, context: ForwardContext, arguments: dict[str, Any]) -> bool:
@@ -168,7 +173,7 @@ class Unpadding:
             require((runs(self.mask) <= 1).all(), message)
         return without_windows or not self.sequences.interior_padding
 
-    def _argument(self, layer: nn.Module, packed: _Packed, name: str, value: Any, is_first: bool) -> Any:
+    def _argument(self, layer: nn.Module, packed: PackedContext, name: str, value: Any, is_first: bool) -> Any:
         if is_layer_cache(name, value):
             return None if value is None else _PaddedCache(value, self)
         if isinstance(value, (tuple, list)) and all(isinstance(part, Tensor) for part in value):
@@ -268,49 +273,59 @@ class _PaddedCache:
         return getattr(self.cache, name)
 
 
-class _Packed:
-    """What the layers of one forward see instead of the padded batch.
+class PackedContext(ForwardContext):
+    """The context of a layer that runs on the real tokens of a padded batch, packed in one row.
 
     Attributes:
-        context: the context of the packed tokens.
         layer: the layer that is running.
     """
 
-    def __init__(self, layer: nn.Module, context: ForwardContext, sequences: Sequences, tokens: int) -> None:
-        offsets, longest = sequences.cu_seqlens, sequences.max_seqlen
-        self.context = context.of_packed(layer, PackedLengths(offsets, offsets, longest, longest), tokens)
-        compiling = torch.compiler.is_compiling()  # where nothing outlives the trace
-        self.context.packed = self if compiling else weakref.ref(self)
-        self._outer: Any = context if compiling else weakref.ref(context)
+    def __init__(self, context: ForwardContext, sequences: Sequences, tokens: int) -> None:
+        offsets, longest, padded = sequences.cu_seqlens, sequences.max_seqlen, context.arguments
+        super().__init__(
+            ModelArguments(
+                1,
+                tokens,
+                padded.implementation,
+                padded.tokens_only,
+                True,  # positions were those of the rows
+                PackedLengths(offsets, offsets, longest, longest),
+                is_encoder_decoder=padded.is_encoder_decoder,
+            )
+        )
+        self.memo = context.memo
         self.layer: nn.Module | None = None
+        # Its `Unpadding` refers to this one, except where nothing outlives the trace.
+        self._outer: Any = context if torch.compiler.is_compiling() else weakref.ref(context)
         self._ones = torch.ones(1, tokens, dtype=torch.bool, device=offsets.device)
-        sizes = (context.length, context.length)
-        self._records = [record for record in context.records if (record.q_length, record.kv_length) == sizes]
+        sizes = (padded.length, padded.length)
+        self._padded_records = [record for record in context.records if (record.q_length, record.kv_length) == sizes]
         #: Layers' masks are recognised by their storage.
-        self.context.records = [
+        self.records = [
             record._replace(
                 padding=None,
                 q_length=tokens,
                 kv_length=tokens,
                 mask=None if record.mask is None else self._ones.clone(),
             )
-            for record in self._records
+            for record in self._padded_records
         ]
 
     def belongs_to(self, context: ForwardContext) -> bool:
         """Whether a context is that of the padded batch: an identity is unique only as long as its object lives."""
         return self._outer() is context
 
-    def leave(self) -> Any:
+    def leave(self) -> Unpadding:
         """Make the context of the padded batch the current one; returns its `Unpadding`."""
         self.layer = None
         outer = self._outer if torch.compiler.is_compiling() else self._outer()
         set_context(outer)
-        return outer.unpadding
+        unpadding: Unpadding = outer.unpadding
+        return unpadding
 
     def mask_of(self, mask: Tensor) -> Tensor:
         """The mask that stands for one of the padded batch."""
-        for record, of_packed in zip(self._records, self.context.records, strict=True):
+        for record, of_packed in zip(self._padded_records, self.records, strict=True):
             if of_packed.mask is not None and same_storage(mask, record.mask):
                 return of_packed.mask
         return self._ones

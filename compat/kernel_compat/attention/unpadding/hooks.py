@@ -13,7 +13,7 @@ from ..forward_context import current_context
 from ..mixers import is_mixer
 from ..roles import LAYER_INDEX
 from ..tensors import constant
-from .batch import Unpadding
+from .batch import PackedContext, Unpadding
 
 __all__ = ["remove_hooks", "structure_of"]
 
@@ -87,14 +87,15 @@ def _attends(layer: nn.Module) -> bool:
 
 def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     context = current_context()
-    if context is None or context.unpadding is None:
+    unpadding = None if context is None else context.unpadding
+    if context is None or not isinstance(unpadding, Unpadding):
         return None
     names = _positional_names(type(layer)) or ("hidden_states",)  # of a wrapper that passes on any arguments
     if len(args) > len(names):
-        context.unpadding.keep_padded(layer)
+        unpadding.keep_padded(layer)
         return None
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    found = context.unpadding.enter(layer, context, names[0], arguments)
+    found = unpadding.enter(layer, context, names[0], arguments)
     if found is None:
         return None
     values = list(found.values())  # positional ones first: a reentrant checkpoint needs them so
@@ -124,13 +125,9 @@ def _leave_last(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 def _left(layer: nn.Module) -> Unpadding | None:
     """Leave the packed tokens, if it is this layer that entered them; returns the batch that they are of."""
     context = current_context()
-    packed = None if context is None else context.packed
-    if packed is not None and not torch.compiler.is_compiling():
-        packed = packed()
-    if packed is None or packed.layer is not layer:
+    if not isinstance(context, PackedContext) or context.layer is not layer:
         return None
-    unpadding: Unpadding = packed.leave()
-    return unpadding
+    return context.leave()
 
 
 def _scattered(unpadding: Unpadding, output: Any) -> Any:

@@ -16,7 +16,8 @@ from ...kernels.memo import fixed_shapes
 from ...patching.wrapping import functions_beneath
 from ..boundaries import Sequences, find_packing, restarts_of
 from ..defaults import resolve
-from ..forward_context import ForwardContext, arguments_by_name, current_context, parameter_names
+from ..forward_context import ForwardContext, current_context
+from ..model_arguments import arguments_by_name, parameter_names
 from ..roles import ENCODER_DECODER, IMPLEMENTATION, LABELS, TARGETS, USE_CACHE
 from ..tensors import constant, offsets_of, require
 from .batch import Unpadding
@@ -24,7 +25,7 @@ from .hooks import structure_of
 
 __all__ = ["FLAG", "head_of", "unpadded"]
 
-#: The attribute of a model whose calls are computed without padding: its `Request`.
+#: The attribute of a model whose calls are computed without padding: its `PaddingFreeSetting`.
 FLAG = "_kernel_compat_padding_free"
 #: Classes with a head that computes each token by itself, and whose loss predicts the next token, or each token.
 _NEXT_TOKEN = re.compile(r"For(Causal(LM|Image)|ConditionalGeneration)|LMHeadModel")
@@ -41,27 +42,27 @@ def unpadded(original: Callable[..., Any]) -> Callable[..., Any]:
         context = current_context()
         if context is None:
             return original(self, *args, **kwargs)
-        is_root = context.unpadding is None
-        if is_root:
-            request = getattr(self, FLAG, None)
-            if request is None and (torch.compiler.is_compiling() or not _is_named(context)):
+        unpadding, is_root = context.unpadding, context.unpadding is None
+        if not isinstance(unpadding, Unpadding):
+            setting = getattr(self, FLAG, None)
+            if setting is None and (torch.compiler.is_compiling() or not _is_named(context)):
                 return original(self, *args, **kwargs)
             arguments = arguments_by_name(self, args, kwargs)
-            context.unpadding, targets = _unpadding(
-                self, context, arguments, None if request is None else request.tokens
-            )
-            if context.unpadding is None:
+            tokens = None if setting is None else setting.tokens
+            unpadding, targets = _unpadding(self, context, arguments, tokens)
+            context.unpadding = unpadding
+            if unpadding is None:
                 return original(self, *args, **kwargs)
-            context.unpadding.request = request
-            if context.unpadding.packs_head:
+            unpadding.setting = setting
+            if unpadding.packs_head:
                 args, kwargs = (), {**arguments, **targets}
         elif _adds_between_layers(arguments_by_name(self, args, kwargs)):
-            context.unpadding.each_layer = True
+            unpadding.each_layer = True
         outputs = original(self, *args, **kwargs)
-        if context.packs or context.unpadding.packs_head:  # padding of another mask isn't this batch's
-            outputs = context.unpadding.finish(outputs, is_root)
+        if context.mask_matches_unpadding or unpadding.packs_head:  # padding of another mask isn't this batch's
+            outputs = unpadding.finish(outputs, is_root)
         if is_root and not torch.compiler.is_compiling():
-            context.unpadding.forget()
+            unpadding.forget()
         return outputs
 
     return __call__
@@ -73,7 +74,7 @@ def _adds_between_layers(arguments: dict[str, Any]) -> bool:
 
 
 def _is_named(context: ForwardContext) -> bool:
-    entry = resolve(context.implementation)
+    entry = resolve(context.arguments.implementation)
     return entry is not None and entry.padding_free
 
 
@@ -88,22 +89,22 @@ def _unpadding(
     Returns:
         None instead of the tokens for a call without padding, or with masks of another kind.
     """
-    mask, length = context.mask, context.length
-    if mask is None or length < 2 or mask.shape != (context.batch, length):
+    mask, length = context.arguments.mask, context.arguments.length
+    if mask is None or length < 2 or mask.shape != (context.arguments.batch, length):
         return None, {}
     if fixed is None and (fixed_shapes(mask) or getattr(model, "_compiled_call_impl", None) is not None):
         return None, {}
     if (
-        context.lengths
-        or context.has_4d_mask
-        or context.has_encoder_states
+        context.arguments.lengths
+        or context.arguments.has_4d_mask
+        or context.arguments.has_encoder_states
         or ENCODER_DECODER.attribute_of(model.config)
     ):
         return None, {}
     entry = resolve(IMPLEMENTATION.attribute_of(model.config.get_text_config()))
     if entry is None or entry.forward is not None or entry.is_spread():
         return None, {}
-    if context.cache is not None and _tokens_in(context.cache):
+    if context.arguments.cache is not None and _tokens_in(context.arguments.cache):
         return None, {}
     # All that doesn't depend on the mask's values comes before the host waits for them: the device is idle from then on.
     padded = _runs_padded(model, context, arguments)
@@ -175,7 +176,7 @@ def _in_fixed_shapes(
     Raises:
         ValueError: there are more real tokens, or packed sequences. On a GPU and in graphs, an assertion of the device fails.
     """
-    positions, (batch, length) = context.positions, mask.shape
+    positions, (batch, length) = context.arguments.positions, mask.shape
     find_packing(mask, None if positions is None else restarts_of(positions, batch, length, True), fixed=True)
     require(offsets[-1] <= tokens, f"a batch with more real tokens than padding_free(tokens={tokens}) says")
     # Padding is in sequences of its own, none longer than a row.
@@ -202,7 +203,7 @@ def _uses_cache(model: Any, context: ForwardContext, arguments: dict[str, Any]) 
     uses_cache = USE_CACHE.of(arguments)
     if uses_cache is None:
         uses_cache = USE_CACHE.attribute_of(model.config.get_text_config())
-    return bool(context.cache is not None or uses_cache)
+    return bool(context.arguments.cache is not None or uses_cache)
 
 
 def _kept(arguments: dict[str, Any]) -> Any:
@@ -263,6 +264,6 @@ def _packs_head(model: Any, context: ForwardContext, arguments: dict[str, Any]) 
     if _is_replaced(model):
         return False
     labels = [x for role in (LABELS, TARGETS) if (x := role.of(arguments)) is not None]
-    if any(not isinstance(x, Tensor) or x.shape != (context.batch, context.length) for x in labels):
+    if any(not isinstance(x, Tensor) or x.shape != (context.arguments.batch, context.arguments.length) for x in labels):
         return False  # the loss refuses them
     return not labels or head.takes_targets
