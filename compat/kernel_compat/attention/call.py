@@ -50,8 +50,8 @@ class PackedLengths(NamedTuple):
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> PackedLengths | None:
         """The packed lengths among a function's arguments; None if there are no offsets."""
-        found = cls(*[role.of(arguments) for role in LENGTHS])
-        return None if found.offsets_q is None and found.offsets_k is None else found
+        lengths = cls(*[role.of(arguments) for role in LENGTHS])
+        return None if lengths.offsets_q is None and lengths.offsets_k is None else lengths
 
     def offsets(self) -> tuple[Tensor, Tensor]:
         """Those of queries and of keys; raises ValueError if one of them is missing."""

@@ -112,8 +112,8 @@ class ForwardContext:
         self._offsets_agree = False
         self._bool_mask: Tensor | None = None
         if arguments.masks_by_layer_type and not torch.compiler.is_compiling():
-            made = outer.records if outer is not None else getattr(_local, "records", ())
-            self.records += [record._replace(padding=record.mask) for record in made]  # as they are now
+            records = outer.records if outer is not None else getattr(_local, "records", ())
+            self.records += [record._replace(padding=record.mask) for record in records]  # as they are now
         if outer is not None and arguments.has_tokens_of(outer.arguments):
             self._inherit(outer)
 
@@ -157,9 +157,9 @@ class ForwardContext:
 
     def set_segment_ids(self, segment_ids: Tensor) -> None:
         """Keep the packed sequences that transformers found, unless there are positions or a mask to find them in."""
-        of = self.arguments
-        known = of.positions is not None or of.mask is not None or of.computed_positions
-        if not known and segment_ids.shape == (of.batch, of.length):
+        arguments = self.arguments
+        known = arguments.positions is not None or arguments.mask is not None or arguments.computed_positions
+        if not known and segment_ids.shape == (arguments.batch, arguments.length):
             self._segment_ids = segment_ids
 
     def padding(self, mask: Tensor, causal: bool) -> Tensor | None:
@@ -223,11 +223,11 @@ class ForwardContext:
 
     def check_offsets(self) -> None:
         """Check, once, that the model's mask and positions agree with its offsets; raises ValueError if not."""
-        of = self.arguments
-        if self._offsets_agree or of.offsets is None:
+        arguments = self.arguments
+        if self._offsets_agree or arguments.offsets is None:
             return
-        if of.mask is not None or of.positions is not None:
-            require_agreement(of.offsets, of.mask, of.positions, of.batch, of.length)
+        if arguments.mask is not None or arguments.positions is not None:
+            require_agreement(arguments.offsets, arguments.mask, arguments.positions, arguments.batch, arguments.length)
         self._offsets_agree = True
 
     def sequences(self, causal: bool) -> Sequences | None:
@@ -268,7 +268,7 @@ def _identity_of(past: Any) -> Any:
 @constant
 def _is_paged(kind: type) -> bool:
     """Whether a class is that of continuous batching's cache, which keeps its packed sequences apart."""
-    return any(one.__name__ == "PagedAttentionCache" for one in kind.__mro__)
+    return any(base.__name__ == "PagedAttentionCache" for base in kind.__mro__)
 
 
 def record_mask(record: MaskRecord) -> None:
@@ -342,7 +342,7 @@ def require_open() -> None:
     module = sys.modules.get("transformers.modeling_utils")
     if not _opening.expected or module is None or torch.compiler.is_compiling():
         return
-    found = called = module.PreTrainedModel.__call__
+    present = called = module.PreTrainedModel.__call__
     while called is not None:
         if any(function in _opening.calls for function in functions_beneath(called)):
             return
@@ -350,7 +350,7 @@ def require_open() -> None:
     raise UnprotectedError(
         "model_forward",
         "packed sequences and padding",
-        f"PreTrainedModel.__call__ has been overwritten by {described(found)} since the installation",
+        f"PreTrainedModel.__call__ has been overwritten by {described(present)} since the installation",
     )
 
 

@@ -302,7 +302,7 @@ def _misleads(of: type) -> str:
     """The first maker of masks in transformers that passes arguments of another pattern than its mask function has; "" for none."""
     for name in _MAKERS:
         try:
-            same = all(_pattern_passed(given) == _pattern_shown(given["mask_function"]) for given in _trials(name))
+            same = all(_pattern_passed(call) == _pattern_shown(call["mask_function"]) for call in _trials(name))
         except Exception:  # any change of a release may break it
             same = False
         if not same:
@@ -318,20 +318,20 @@ def _trials(name: str) -> Iterator[dict[str, Any]]:
     masks, calls = importlib.import_module(_MASKS), list[dict[str, Any]]()
     if not hasattr(masks, name):  # of later releases
         return
-    made = inspect.unwrap(getattr(masks, name))
+    maker = inspect.unwrap(getattr(masks, name))
     table = {"eager": lambda **passed: calls.append(passed)}
     names = {**vars(masks), "ALL_MASK_ATTENTION_FUNCTIONS": table}
-    make = FunctionType(made.__code__, names, None, made.__defaults__, made.__closure__)
-    make.__kwdefaults__ = made.__kwdefaults__
-    parameters = inspect.signature(made).parameters
+    make = FunctionType(maker.__code__, names, None, maker.__defaults__, maker.__closure__)
+    make.__kwdefaults__ = maker.__kwdefaults__
+    parameters = inspect.signature(maker).parameters
     config = importlib.import_module("transformers").PretrainedConfig()
     if "chunk" in name:
         setattr(config, CHUNK.named(), 8)
     vars(config).update({WINDOW.named(): 2, f"{IMPLEMENTATION.named()}_internal": "eager"})
     embeddings, positions = torch.zeros(1, 4, 1, device="cpu"), torch.arange(4, device="cpu")
-    given = {MASK_EMBEDDINGS: embeddings, CACHE_POSITIONS: positions, CACHE: None, POSITIONS: None}
+    arguments = {MASK_EMBEDDINGS: embeddings, CACHE_POSITIONS: positions, CACHE: None, POSITIONS: None}
     for mask, own in itertools.product((None, torch.ones(1, 4, dtype=torch.bool, device="cpu")), (None, _near)):
-        values = {MASK: mask, **given}.items()
+        values = {MASK: mask, **arguments}.items()
         passed = {spelling: value for role, value in values if (spelling := role.spelled(parameters))}
         make(config=config, **passed, **({} if own is None else {"and_mask_function": own}))
         call = calls.pop()
@@ -352,8 +352,8 @@ def _acts_as_named(function: FunctionType, trial: _Trial) -> bool:
         tried = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
         tried.__kwdefaults__ = function.__kwdefaults__
         q, k, first = index[:, None], index[None], index[:1, None]
-        found, expected = (keys.expand(len(index), -1) for keys in (tried(first, first, q, k), trial.shows(q, k)))
-        _tried[code] = torch.equal(found, expected)
+        shown, expected = (keys.expand(len(index), -1) for keys in (tried(first, first, q, k), trial.shows(q, k)))
+        _tried[code] = torch.equal(shown, expected)
     return _tried[code]
 
 

@@ -80,8 +80,8 @@ def _by_sequence(original: Callable[..., Any], is_attention: bool) -> Callable[.
         rows, cached = packed_rows(context, padded=not _sees_later_tokens(type(self))), False
         if rows is None and context.tokens_after_padding and not is_attention:
             # Up to 5.16 padding runs into the tokens after it in a batch of one.
-            given = arguments_by_name(self, args, kwargs)
-            cached = layer_cache_of(given) is not None
+            by_name = arguments_by_name(self, args, kwargs)
+            cached = layer_cache_of(by_name) is not None
             rows = padded_rows(context) if context.arguments.batch == 1 or not cached else None
         if rows is not None:
             arguments = arguments_by_name(self, args, kwargs)

@@ -87,11 +87,11 @@ class ModelArguments:
                     has_encoder_states = True
                 elif value.ndim > 2 and name not in MASK.spellings:
                     tokens_only = False
-        given = MASK.of(arguments)
-        if by_type := isinstance(given, dict):
-            given = min((m for m in given.values() if isinstance(m, Tensor)), key=lambda m: m.ndim, default=None)
-        mask: Tensor | None = given if isinstance(given, Tensor) and given.ndim == 2 else None
-        has_4d_mask = isinstance(given, Tensor) and given.ndim == 4
+        masks = MASK.of(arguments)
+        if by_type := isinstance(masks, dict):
+            masks = min((m for m in masks.values() if isinstance(m, Tensor)), key=lambda m: m.ndim, default=None)
+        mask: Tensor | None = masks if isinstance(masks, Tensor) and masks.ndim == 2 else None
+        has_4d_mask = isinstance(masks, Tensor) and masks.ndim == 4
         positions = POSITIONS.of(arguments)
         positions = positions if isinstance(positions, Tensor) else None
         takes_positions = POSITIONS.spelled(parameter_names(type(model))) is not None

@@ -229,9 +229,9 @@ def layer_cache_of(values: Mapping[str, Any]) -> Any:
 
 def cache_of(values: Mapping[str, Any]) -> Any:
     """The cache among a model's arguments by name: by its role, or else by its type."""
-    found = CACHE.of(values)
-    if found is not None or _is_compiling():
-        return found
+    cache = CACHE.of(values)
+    if cache is not None or _is_compiling():
+        return cache
     return next(filter(is_cache, values.values()), None)
 
 

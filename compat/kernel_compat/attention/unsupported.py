@@ -87,7 +87,7 @@ def checks(names: Callable[[], Mapping[str, Any]], reason: str) -> list[Change]:
 
 def _requested(method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The attention names in the arguments of a method: its own, and those of configs."""
-    found = [IMPLEMENTATION.attribute_of(one) for one in (*args, kwargs.get("config"))]
-    found += [kwargs.get("attn_implementation"), *(args if method == "set_attn_implementation" else ())]
-    for one in found:
-        yield from one.values() if isinstance(one, Mapping) else (one,)
+    names = [IMPLEMENTATION.attribute_of(config) for config in (*args, kwargs.get("config"))]
+    names += [kwargs.get("attn_implementation"), *(args if method == "set_attn_implementation" else ())]
+    for name in names:
+        yield from name.values() if isinstance(name, Mapping) else (name,)

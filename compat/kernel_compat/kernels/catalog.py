@@ -270,9 +270,9 @@ def kernels_with(able: Callable[[Provider, Features], bool], environment: Enviro
     """
     names = []
     for name, packages in CATALOG.items():
-        there = [one for one in packages if not one.absent_because(environment)] or packages
-        fitting = [one for one in there if not (environment.devices and one.no_device_because(environment))]
-        if any(able(one, one.features_in(environment)) for one in fitting):
+        installed = [package for package in packages if not package.absent_because(environment)] or packages
+        fitting = [p for p in installed if not (environment.devices and p.no_device_because(environment))]
+        if any(able(package, package.features_in(environment)) for package in fitting):
             names.append(name)
     return names
 

@@ -22,6 +22,6 @@ def operator(name: str, kernel: Callable[..., Any], outputs: Callable[..., Any],
         outputs: takes the kernel's arguments and returns results of its shapes, dtypes and strides.
         schema: torch's, as ``(Tensor x) -> Tensor``; None to read it from the kernel's annotations.
     """
-    made = torch.library.custom_op(f"kernel_compat::{name}", kernel, mutates_args=(), schema=schema)
-    made.register_fake(outputs)
-    return made
+    custom = torch.library.custom_op(f"kernel_compat::{name}", kernel, mutates_args=(), schema=schema)
+    custom.register_fake(outputs)
+    return custom

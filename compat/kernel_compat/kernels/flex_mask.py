@@ -115,8 +115,8 @@ def any_mask(
             q_position, k_position = (
                 torch.arange(shape[1] - n, shape[1], dtype=torch.int32, device=device)[None] for n in shape
             )
-            of = segments or (torch.zeros_like(q_position), torch.zeros_like(k_position))
-            q_segment, k_segment = (x.to(torch.int32) for x in of)
+            numbers = segments or (torch.zeros_like(q_position), torch.zeros_like(k_position))
+            q_segment, k_segment = (x.to(torch.int32) for x in numbers)
             mask = _mask(q_segment, k_segment, q_position, k_position, _limits(causal, window))
             return mask if visible is None else _hiding(mask, visible)
 

@@ -69,14 +69,14 @@ class LayeredKernel(Kernel):
         """The features that at least one usable member has."""
         every = [member.features_in(environment) for member in self.usable(environment) or self.members]
         merged: dict[str, Any] = {
-            f.name: any(getattr(one, f.name) for one in every) for f in fields(Features) if f.type == "bool"
+            f.name: any(getattr(features, f.name) for features in every) for f in fields(Features) if f.type == "bool"
         }
-        merged["dtypes"] = tuple(dict.fromkeys(dtype for one in every for dtype in one.dtypes))
-        merged["devices"] = tuple(dict.fromkeys(device for one in every for device in one.devices))
-        largest = [one.max_head_dim for one in every]
+        merged["dtypes"] = tuple(dict.fromkeys(dtype for features in every for dtype in features.dtypes))
+        merged["devices"] = tuple(dict.fromkeys(device for features in every for device in features.devices))
+        largest = [features.max_head_dim for features in every]
         merged["max_head_dim"] = None if None in largest else max(size for size in largest if size is not None)
-        merged["right_limit"] = "" if any(one.open_window for one in every) else every[0].right_limit
-        forward_only = set.intersection(*(set(one.forward_only) for one in every))
+        merged["right_limit"] = "" if any(features.open_window for features in every) else every[0].right_limit
+        forward_only = set.intersection(*(set(features.forward_only) for features in every))
         return replace(
             every[0], **merged, forward_only=tuple(sorted(forward_only)), min_capability=None, max_capability=None
         )
@@ -112,13 +112,13 @@ class LayeredKernel(Kernel):
         if needs not in self._chosen:
             environment = Environment.detect()
             self._load_members(environment)
-            found, reasons = self.member_for(needs, environment)
+            member, reasons = self.member_for(needs, environment)
             for less in ({"deterministic"}, {"dropout"}, {"deterministic", "dropout"}):
-                if found is None:
-                    found, _ = self.member_for(needs._replace(features=needs.features - less), environment)
-            if found is None:
+                if member is None:
+                    member, _ = self.member_for(needs._replace(features=needs.features - less), environment)
+            if member is None:
                 raise UnsupportedFeatureError(str(needs), self.name, f"{'; '.join(reasons)}.")
-            self._chosen[needs] = found
+            self._chosen[needs] = member
         return self._chosen[needs]
 
     def _load_members(self, environment: Environment) -> None:

@@ -62,7 +62,7 @@ def memoised(tensor: Tensor, purpose: tuple[Any, ...], compute: Callable[[], T])
 def memoised_of_all(tensors: tuple[Tensor, ...], purpose: tuple[Any, ...], compute: Callable[[], T]) -> T:
     """The value of ``compute()`` for these tensors and purpose. It is kept with the last one.
 
-    In its key, each of the others is represented by an object that is memoised with it.
+    The others enter its key by a token that is memoised for each.
     """
     *others, last = tensors
     if fixed_shapes(last):  # an object can't be traced

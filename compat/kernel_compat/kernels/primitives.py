@@ -76,9 +76,9 @@ class PackagePrimitives:
             module = importlib.import_module(self.module)
         except ImportError:
             return None
-        found = [getattr(module, name, None) for name in (*self.dense, *self.varlen)]
+        parts = [getattr(module, name, None) for name in (*self.dense, *self.varlen)]
         # Most are custom operators, of which the function itself has the parameters.
-        functions = [getattr(function, "_init_fn", function) for function in found]
+        functions = [getattr(function, "_init_fn", function) for function in parts]
         values = (_FORWARD, _BACKWARD) * 2
         if any(f is None or _missing(f, known) for f, known in zip(functions, values, strict=True)):
             return None
@@ -135,8 +135,8 @@ class _PackagePrimitives:
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, pattern: Pattern
     ) -> tuple[Tensor, Tensor]:
         values = {**_FORWARD, "q": q, "k": k, "v": v}
-        found = self._call(self._functions[lengths is not None][0], values, lengths, pattern)
-        return found[0], found[5 if len(found) == 8 else 1]  # eight before flash-attn 2.7
+        results = self._call(self._functions[lengths is not None][0], values, lengths, pattern)
+        return results[0], results[5 if len(results) == 8 else 1]  # eight before flash-attn 2.7
 
     def backward(
         self,

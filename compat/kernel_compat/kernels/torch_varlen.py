@@ -262,8 +262,8 @@ class Primitives:
         split = {"num_splits": 1} if takes_splits and (pattern.deterministic or determined) else {}
         assert lengths is not None
         arguments = (*lengths, 0.0, pattern.causal, False)
-        found = self._forward(q, k, v, *arguments, **_keywords(pattern), **split)
-        return found[0], found[1]
+        results = self._forward(q, k, v, *arguments, **_keywords(pattern), **split)
+        return results[0], results[1]
 
     def backward(
         self,
@@ -346,8 +346,8 @@ def _backend_in_graphs() -> Callable[[], str | None]:
     """The function of torch that names the active backend, for code in a graph: torch.compile can't trace a look into sys.modules."""
     import torch
 
-    found: Callable[[], str | None] = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
-    return found
+    backend: Callable[[], str | None] = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+    return backend
 
 
 def _takes_splits() -> bool:

@@ -136,12 +136,12 @@ def _backward_kernel(
     value = tl.load(
         out + batch * of_batch + head * of_head + (token * of_token)[:, None] + column[None, :], mask=inside, other=0.0
     ).to(tl.float32)
-    given = tl.load(
+    gradient = tl.load(
         grad + batch * grad_of_batch + head * grad_of_head + (token * grad_of_token)[:, None] + column[None, :],
         mask=inside,
         other=0.0,
     ).to(tl.float32)
-    delta = tl.sum(tl.where(given == 0.0, 0.0, given * value), axis=1)
+    delta = tl.sum(tl.where(gradient == 0.0, 0.0, gradient * value), axis=1)
     after = tl.load(lse + batch * lse_of_batch + head * lse_of_head + token, mask=there, other=0.0)
     sink = tl.load(sinks + head).to(tl.float32)
     shares = tl.where(delta == 0.0, 0.0, tl.exp(sink - after) * delta)

@@ -174,9 +174,9 @@ def group_source(group: Any) -> Callable[[], ProcessGroup | None]:
     if group is None:
         return default_group
     if callable(group) and not hasattr(group, "get_group"):
-        return lambda: None if (found := group()) is None else process_group(found)
-    found = process_group(group)
-    return lambda: found
+        return lambda: None if (current := group()) is None else process_group(current)
+    fixed = process_group(group)
+    return lambda: fixed
 
 
 def default_group() -> ProcessGroup:

@@ -133,10 +133,12 @@ class Unpadding(Unpadded):
         if not self.active:
             return None
         packed = self._packed(context)
-        found = {name: self._argument(layer, packed, name, value, name == tokens) for name, value in arguments.items()}
+        packed_arguments = {
+            name: self._argument(layer, packed, name, value, name == tokens) for name, value in arguments.items()
+        }
         packed.layer = layer
         set_context(packed)
-        return found
+        return packed_arguments
 
     def keep_padded(self, layer: nn.Module) -> None:
         """Have the layers get the padded batch, because a wrapper of a layer doesn't say what its arguments are."""
@@ -212,8 +214,8 @@ class Unpadding(Unpadded):
             return self._main(outputs, is_root)
         if isinstance(outputs, tuple):
             main = next((i for i, x in enumerate(outputs) if _is_of_tokens(x)), -1)
-            made = [self._main(x, is_root) if i == main else self._other("", x) for i, x in enumerate(outputs)]
-            return type(outputs)(*made) if hasattr(outputs, "_fields") else tuple(made)
+            values = [self._main(x, is_root) if i == main else self._other("", x) for i, x in enumerate(outputs)]
+            return type(outputs)(*values) if hasattr(outputs, "_fields") else tuple(values)
         if not hasattr(outputs, "items"):
             return outputs
         of_main = next((name for name in _MAIN if outputs.get(name) is not None), None)

@@ -29,7 +29,7 @@ class _Structure:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self.has_mixers = any(map(is_mixer, modules))
-        lists = [one for one in modules if isinstance(one, nn.ModuleList) and any(map(_attends, one))]
+        lists = [part for part in modules if isinstance(part, nn.ModuleList) and any(map(_attends, part))]
         self.lists = [weakref.ref(layers) for layers in lists]
         self.layers: list[Any] = []
         for layers in lists:
@@ -95,11 +95,11 @@ def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         unpadding.keep_padded(layer)
         return None
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    found = unpadding.enter(layer, context, names[0], arguments)
-    if found is None:
+    packed = unpadding.enter(layer, context, names[0], arguments)
+    if packed is None:
         return None
-    values = list(found.values())  # positional ones first: a reentrant checkpoint needs them so
-    return tuple(values[: len(args)]), {name: found[name] for name in kwargs}
+    values = list(packed.values())  # positional ones first: a reentrant checkpoint needs them so
+    return tuple(values[: len(args)]), {name: packed[name] for name in kwargs}
 
 
 @constant

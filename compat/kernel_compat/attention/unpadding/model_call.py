@@ -118,14 +118,16 @@ def _unpadding(
     order, offsets = true_first(mask.flatten() != 0)[0], offsets_of((mask != 0).sum(1, dtype=torch.int32))
     targets = _targets(model, arguments, mask, order) if packs_head else {}
     if fixed is None:
-        found, real = _rows(context, mask, order, offsets), None
-        if found is None:
+        real_rows, real = _rows(context, mask, order, offsets), None
+        if real_rows is None:
             return None, {}
-        rows = found
+        rows = real_rows
     else:
         rows, real = _in_fixed_shapes(context, mask, order, offsets, fixed)
-    made = Unpadding(context, rows, order, real, packs_head=packs_head, active=False if padded else None, kept=kept)
-    return made, {name: x[:, : made.tokens] for name, x in targets.items()}
+    unpadding = Unpadding(
+        context, rows, order, real, packs_head=packs_head, active=False if padded else None, kept=kept
+    )
+    return unpadding, {name: x[:, : unpadding.tokens] for name, x in targets.items()}
 
 
 def _targets(model: Any, arguments: dict[str, Any], mask: Tensor, order: Tensor) -> dict[str, Tensor]:
@@ -140,14 +142,14 @@ def _targets(model: Any, arguments: dict[str, Any], mask: Tensor, order: Tensor)
         x = x.masked_fill((mask == 0).to(x.device), ignored)
         return x.flatten().index_select(0, order.to(x.device))[None]
 
-    found: dict[str, Tensor] = {}
+    targets: dict[str, Tensor] = {}
     if isinstance(shifted, Tensor):
-        found[TARGETS.named(arguments)] = in_order(shifted)
+        targets[TARGETS.named(arguments)] = in_order(shifted)
     elif isinstance(labels, Tensor) and head_of(type(model)).predicts_next:
-        found[TARGETS.named(arguments)] = in_order(nn.functional.pad(labels[:, 1:], (0, 1), value=ignored))
+        targets[TARGETS.named(arguments)] = in_order(nn.functional.pad(labels[:, 1:], (0, 1), value=ignored))
     if isinstance(labels, Tensor):
-        found[LABELS.named(arguments)] = in_order(labels)
-    return found
+        targets[LABELS.named(arguments)] = in_order(labels)
+    return targets
 
 
 def _rows(context: ForwardContext, mask: Tensor, order: Tensor, offsets: Tensor) -> Sequences | None:
@@ -162,10 +164,10 @@ def _rows(context: ForwardContext, mask: Tensor, order: Tensor, offsets: Tensor)
     """
     if context.sequences(True) is not None:
         return None
-    found = context.packing
-    if found is None or not 0 < found.tokens < mask.numel():
+    packing = context.packing
+    if packing is None or not 0 < packing.tokens < mask.numel():
         return None
-    return Sequences(order[: found.tokens], offsets, found.longest, found.interior_padding)
+    return Sequences(order[: packing.tokens], offsets, packing.longest, packing.interior_padding)
 
 
 def _in_fixed_shapes(
