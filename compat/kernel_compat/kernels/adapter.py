@@ -98,9 +98,6 @@ class _Package:
     def __init__(self, dense: Any, varlen: Any, provider: Provider) -> None:
         self._dense, self._varlen = dense, varlen
         self._keywords = _Keywords(provider)
-        # From 2.13 on, torch.compile breaks the graph where an autograd.Function, such as FlashAttention-2's, takes one tensor
-        # twice. torch's own function is none, and tells by the identity of the offsets that queries and keys have the same.
-        self._offsets_twice = provider.distribution != "torch"
 
     def __call__(
         self, q: Any, k: Any, v: Any, options: Options, lengths: Lengths | None = None, mask: Mask | None = None
@@ -108,8 +105,6 @@ class _Package:
         keywords = self._keywords(options)
         if lengths is None:
             return _first(self._dense(q, k, v, **keywords))
-        if lengths.cu_seqlens_k is lengths.cu_seqlens_q and self._offsets_twice and _is_compiling():
-            lengths = lengths._replace(cu_seqlens_k=lengths.cu_seqlens_k.view(-1))
         return _first(self._varlen(q, k, v, **lengths._asdict(), **keywords))
 
 
@@ -175,6 +170,9 @@ class _Checked:
         self.name, self.features, self.provider = name, features, provider
         self._package, self._dense = package, dense
         self._by_operator = has_primitives and not provider.traced
+        # From 2.13 on, torch.compile breaks the graph where an autograd.Function, such as FlashAttention-2's, takes one tensor
+        # twice. torch's own function is none, and tells by the identity of the offsets that queries and keys have the same.
+        self._offsets_twice = provider.distribution != "torch"
         self.computes_sinks = features.sinks_from == "log-sum-exp"
         # torch.compile can't trace its look into the dispatcher.
         self._runs_on = provider.runs_on and torch.compiler.assume_constant_result(provider.runs_on)
@@ -188,8 +186,13 @@ class _Checked:
         """Compute a call, or raise `UnsupportedFeatureError` for what the kernel can't do."""
         if lengths is None and mask is None and not self._dense:
             return _by_sequences(self.attend, q, k, v, options)
-        longest = (q.shape[1], k.shape[1]) if lengths is None else lengths[2:]
-        options = self.without_extras(options)
+        if lengths is None:
+            longest = (q.shape[1], k.shape[1])
+        else:
+            longest = lengths[2:]
+            if lengths.cu_seqlens_k is lengths.cu_seqlens_q and self._offsets_twice and _is_compiling():
+                lengths = lengths._replace(cu_seqlens_k=lengths.cu_seqlens_k.view(-1))
+        options = self._without_extras(options)
         if mask is None:
             needs = Needs.of(q, k, v, options, longest)
         else:
@@ -204,7 +207,7 @@ class _Checked:
             out = self._package(q, k, v, options, lengths, mask)
         return out if dims[1] == v_dim else out[..., :v_dim].contiguous()
 
-    def without_extras(self, options: Options) -> Options:
+    def _without_extras(self, options: Options) -> Options:
         """The options without dropout and determinism that the kernel lacks, which are worth a warning and no error."""
         if options.dropout_p and not self.features.dropout:
             self._warn_once("attention dropout", "it is not applied")
