@@ -90,7 +90,8 @@ class ForwardContext:
         records: the masks that the library's mask function made.
         full_masks: masks of other patterns, which it made in full, each with whether it separates packed sequences.
         layouts: the layouts of layers so far, with the calls that they were made for: see `resolution.layout_of`.
-        rows: the `Rows` of packed sequences and of the padded batch so far, by what they are of; None for no such sequences.
+        rows: the `Rows` of packed sequences so far, by whether rows of about the same length are padded; None for none.
+        padded_rows: the `Rows` of the padded batch; None if they weren't found yet.
         packing: what `sequences` found; None before it, and where the forward has neither mask nor positions.
         unpadding: the real tokens of the batch, if its layers run on these alone.
         mask_matches_unpadding: whether the mask is the one that `unpadding` was made of.
@@ -102,7 +103,8 @@ class ForwardContext:
         self.records: list[MaskRecord] = []
         self.full_masks: list[tuple[Tensor, bool]] = []
         self.layouts: dict[tuple[Any, ...], tuple[SequenceLayout, AttentionCall]] = {}
-        self.rows: dict[str, Rows | None] = {}
+        self.rows: dict[bool, Rows | None] = {}
+        self.padded_rows: Rows | None = None
         self.packing: Packing | None = None
         self.unpadding: Unpadded | None = None
         self.mask_matches_unpadding = True

@@ -22,9 +22,6 @@ from .roles import CACHE_POSITIONS, LENGTHS, SEQUENCES, USE_CACHE, is_layer_cach
 
 __all__ = ["RowCall", "packed_rows", "padded_rows"]
 
-#: The keys of `ForwardContext.rows`.
-_PACKED, _OF_EQUAL_LENGTHS, _OF_THE_BATCH = "packed", "packed, of equal lengths", "of the padded batch"
-
 #: Arguments about the whole packed row, which its sequences must not get.
 _PACKED_ARGUMENTS = frozenset(s for role in (CACHE_POSITIONS, SEQUENCES, *LENGTHS) for s in role.spellings)
 
@@ -51,20 +48,18 @@ def packed_rows(context: ForwardContext, padded: bool = True) -> Rows | None:
             )
         longest = arguments.lengths.longest_q  # type: ignore[union-attr]
         return _fixed_rows(offsets, longest if isinstance(longest, int) else tokens, tokens)
-    kind = _PACKED if padded else _OF_EQUAL_LENGTHS
-    if kind not in context.rows:
+    if padded not in context.rows:
         context.check_offsets()
         sequences = context.sequences(True) if offsets is None else Sequences(None, offsets, 0, False)
-        context.rows[kind] = None if sequences is None else _grouped_rows(sequences, tokens, padded)
-    return context.rows[kind]
+        context.rows[padded] = None if sequences is None else _grouped_rows(sequences, tokens, padded)
+    return context.rows[padded]
 
 
 def padded_rows(context: ForwardContext) -> Rows:
     """The rows of a padded batch, whose padding comes last; a single row without its padding. Found once a forward."""
-    rows = context.rows.get(_OF_THE_BATCH)
-    if rows is None:
-        rows = context.rows[_OF_THE_BATCH] = _padded_rows(context)
-    return rows
+    if context.padded_rows is None:
+        context.padded_rows = _padded_rows(context)
+    return context.padded_rows
 
 
 def _padded_rows(context: ForwardContext) -> Rows:
@@ -198,7 +193,7 @@ class RowCall:
         source = source.to(value.device)
         value = value.expand(batch, *value.shape[1:]).flatten(0, 1)[source]
         # Padding is zero, as upstream's: some layers see tokens to the right.
-        if name == next(iter(self.arguments)) and self.context.rows.get(_OF_THE_BATCH) is self.rows:
+        if name == next(iter(self.arguments)) and self.context.padded_rows is self.rows:
             padding = torch.arange(source.shape[1], device=source.device) >= lengths.to(source.device)
             value = value.masked_fill(padding.unflatten(1, (-1, *(1 for _ in value.shape[2:]))), 0)
         return value

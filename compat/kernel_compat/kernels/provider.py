@@ -148,9 +148,8 @@ class Features:
             if not getattr(self, name):
                 yield Refusal(self.word(name), name)
         of_sinks, computed = required & {"sinks", "frozen_sinks"}, self.sinks_from == "log-sum-exp"
-        if (
-            computed and self.sinks and of_sinks and "dropout" in required
-        ):  # the log-sum-exp can't know the mask of dropout
+        # The log-sum-exp can't know the mask of dropout.
+        if computed and self.sinks and self.dropout and of_sinks and "dropout" in required:
             yield Refusal("attention dropout beside sinks", "sinks_from")
         gradients = "backward" in required and self.backward
         for name in sorted(required & set(self.forward_only)) if gradients else ():
