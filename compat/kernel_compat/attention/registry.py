@@ -71,8 +71,8 @@ class AttentionRegistry:
             raise ValueError(
                 "padding_free computes packed sequences, which nothing says of a forward of your own or under sequence parallelism"
             )
-        if entry.sequence_parallel is not False:
-            group_source(entry.sequence_parallel)
+        if entry.spread_over is not None:
+            group_source(entry.spread_over)
         with self._lock:
             previous = self._names.get(name)
             if not entry.override:
