@@ -34,7 +34,7 @@ def rotary_pos_emb(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tupl
         cos, sin: (batch or 1, length, rotary_dim), of one dtype, which need no gradient. Their halves may differ.
 
     Returns:
-        New tensors in the dtype that the tensor and `cos` promote to, laid out as the given ones are.
+        New tensors in the dtype that the tensor and `cos` promote to, with the strides of query and key.
 
     Raises:
         UnsupportedFeatureError: another dtype, or a gradient for `cos` or `sin`.
@@ -86,6 +86,10 @@ def _rotate_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ) -> None:
+    """One program for a token and `BLOCK_HEADS` of its heads.
+
+    `x` and `out` are (batch, heads, length, ROTARY + REST) of any strides; `cos` and `sin` (batch or 1, length, ROTARY), contiguous.
+    """
     batch = tl.program_id(0).to(tl.int64) // length
     position = tl.program_id(0).to(tl.int64) % length
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
@@ -120,7 +124,7 @@ def _rotate_kernel(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
-    """The product with the matrix that rotates, or with the transposed one: the backward."""
+    """`x` (batch, heads, length, head_dim), rotated; or, for the backward, multiplied by the transposed matrix of the rotation."""
     out = _output(x, cos, sin, dtype, transposed)
     if not out.numel():
         return out
