@@ -36,16 +36,12 @@ def copies_of(copies: Sequence[Installed]) -> Iterator[Finding]:
         )
 
 
-def shared_objects(distribution: Installed) -> Iterator[tuple[str, Path]]:
+def shared_objects(dist: Installed) -> Iterator[tuple[str, Path]]:
     """The names and paths of its shared objects, from its RECORD; without a complete RECORD, also those of its modules."""
-    for name in distribution.shared_objects:
-        yield name, distribution.folder / name
-    if distribution.record is None or distribution.editable:
-        for module in (
-            SOURCES[distribution.name].modules
-            if distribution.name in SOURCES
-            else (distribution.name.replace("-", "_"),)
-        ):
+    for name in dist.shared_objects:
+        yield name, dist.folder / name
+    if dist.record is None or dist.editable:
+        for module in SOURCES[dist.name].modules if dist.name in SOURCES else (dist.name.replace("-", "_"),):
             for path in _module_files(module):
                 if path.suffix == ".so":
                     yield str(path), path
@@ -71,80 +67,62 @@ def _module_files(module: str) -> list[Path]:
     return [Path(folder, "__init__.py") for folder in spec.submodule_search_locations or ()][:1]
 
 
-def files_of(distribution: Installed) -> Iterator[Finding]:
+def files_of(dist: Installed) -> Iterator[Finding]:
     """Findings about its files: those that RECORD lists and aren't there, and modules that Python imports from elsewhere."""
-    command = reinstall(distribution.name, distribution.version)
-    if distribution.name == "flash-attn-cute":
+    command = reinstall(dist.name, dist.version)
+    if dist.name == "flash-attn-cute":
         problem = "flash-attn-cute is an empty placeholder, not FlashAttention-4"
-        yield Finding(distribution.name, "", "placeholder", problem, command)
+        yield Finding(dist.name, "", "placeholder", problem, command)
         return
-    if not distribution.version:
+    if not dist.version:
         problem = (
             "its metadata has no readable version: an install or an uninstall was interrupted, or the file is damaged"
         )
-        yield Finding(distribution.name, "", "no-metadata", problem, reinstall(distribution.name))
-    elif distribution.record is None and not distribution.editable:
+        yield Finding(dist.name, "", "no-metadata", problem, reinstall(dist.name))
+    elif dist.record is None and not dist.editable:
         problem = "its metadata has no RECORD, so its files aren't known and pip can't remove it"
-        yield Finding(distribution.name, "", "no-record", problem, command, breaks=False)
-    present = [
-        path for path in distribution.record or () if not path.endswith((".so", ".pyc")) and not path.startswith("..")
-    ]
-    missing = [path for path in present if not os.path.exists(distribution.folder / path)]  # False for a locked folder
+        yield Finding(dist.name, "", "no-record", problem, command, breaks=False)
+    present = [path for path in dist.record or () if not path.endswith((".so", ".pyc")) and not path.startswith("..")]
+    missing = [path for path in present if not os.path.exists(dist.folder / path)]  # False for a locked folder
     if missing:
         problem = f"files are missing: {len(missing)} of {len(present)}"
-        needless = distribution.name == "flash-attn" and all(path.startswith(_CUTE) for path in missing)
-        yield Finding(distribution.name, missing[0], "missing-file", problem, command, breaks=not needless)
-    for module in SOURCES[distribution.name].modules if distribution.name in SOURCES else ():
+        needless = dist.name == "flash-attn" and all(path.startswith(_CUTE) for path in missing)
+        yield Finding(dist.name, missing[0], "missing-file", problem, command, breaks=not needless)
+    for module in SOURCES[dist.name].modules if dist.name in SOURCES else ():
         files = _module_files(module)
-        listed = [path for path in distribution.record or () if path.startswith((f"{module}/", f"{module}."))]
-        if (
-            module.endswith("_cuda")
-            and not files
-            and not listed
-            and distribution.record is not None
-            and not distribution.editable
-        ):
+        listed = [path for path in dist.record or () if path.startswith((f"{module}/", f"{module}."))]
+        if module.endswith("_cuda") and not files and not listed and dist.record is not None and not dist.editable:
             problem = f"it has no module {module}: it was built without CUDA"
             yield Finding(
-                distribution.name,
-                "",
-                "missing-file",
-                problem,
-                reinstall(distribution.name, distribution.version, rebuild=True, force=True),
+                dist.name, "", "missing-file", problem, reinstall(dist.name, dist.version, rebuild=True, force=True)
             )
-        elif files and listed and not _is_inside(files[0], distribution.folder):
+        elif files and listed and not _is_inside(files[0], dist.folder):
             problem = f"import {module} finds {files[0]}, which isn't the installed one"
             yield Finding(
-                distribution.name,
-                listed[0],
-                "shadowed",
-                problem,
-                f"# start Python elsewhere, or remove {files[0].parent}",
+                dist.name, listed[0], "shadowed", problem, f"# start Python elsewhere, or remove {files[0].parent}"
             )
 
 
-def hidden(distribution: Installed) -> Iterator[Finding]:
+def hidden(dist: Installed) -> Iterator[Finding]:
     """Packages of a distribution that Python doesn't find: another folder of sys.path has a package of the same name."""
-    record = {} if distribution.editable else distribution.record or {}
+    record = {} if dist.editable else dist.record or {}
     files = [path for path in record if path.endswith((".py", ".so")) and not path.startswith("..")]
     packages = {path.rpartition("/")[0].replace("/", ".") for path in files}
-    shadowed: list[str] = (
-        list(SOURCES[distribution.name].modules) if distribution.name in SOURCES else []
-    )  # `files_of` looks for them
+    shadowed: list[str] = list(SOURCES[dist.name].modules) if dist.name in SOURCES else []  # `files_of` looks for them
     well: set[str] = set()
     for name in sorted(filter(_is_package, packages), key=lambda name: (name.count("."), name)):
         top = name.partition(".")[0]
         if top in well or any(name == known or name.startswith(f"{known}.") for known in shadowed):
             continue
         if len(package_folders(top)) == 1 and not hider_of(
-            distribution.name, distribution.version, str(distribution.folder), lambda: record, top
+            dist.name, dist.version, str(dist.folder), lambda: record, top
         ):
             well.add(top)  # one folder has all of it
-        elif hider := hider_of(distribution.name, distribution.version, str(distribution.folder), lambda: record, name):
+        elif hider := hider_of(dist.name, dist.version, str(dist.folder), lambda: record, name):
             shadowed.append(name)
             file = next(path for path in files if path.startswith(f"{name.replace('.', '/')}/"))
             problem = f"{hider}: `import {name}` fails, or finds another one"
-            yield Finding(distribution.name, file, "shadowed", problem, hider.command)
+            yield Finding(dist.name, file, "shadowed", problem, hider.command)
 
 
 def _is_package(name: str) -> bool:
@@ -152,35 +130,33 @@ def _is_package(name: str) -> bool:
 
 
 def overwritten(
-    distribution: Installed, everything: Mapping[str, Sequence[Installed]], environment: Environment
+    dist: Installed, everything: Mapping[str, Sequence[Installed]], environment: Environment
 ) -> Iterator[Finding]:
     """Files of a distribution that another one has overwritten. FlashAttention-2 and -4 share the folder flash_attn."""
-    for other in (copies[0] for name, copies in everything.items() if name != distribution.name):
-        shared = set(distribution.record or ()) & set(other.record or ())
-        lost = sorted(path for path in shared if _is_overwritten(distribution, other, path))
+    for other in (copies[0] for name, copies in everything.items() if name != dist.name):
+        shared = set(dist.record or ()) & set(other.record or ())
+        lost = sorted(path for path in shared if _is_overwritten(dist, other, path))
         if not lost:
             continue
         files = f"{len(lost)} of its files" if len(lost) > 1 else "one of its files"
-        if distribution.name == "flash-attn" and all(path.startswith(_CUTE) for path in lost):
+        if dist.name == "flash-attn" and all(path.startswith(_CUTE) for path in lost):
             problem = f"{other.name} has replaced {files}, as it should: FlashAttention-2 doesn't use them"
             command = f"# after `pip uninstall flash-attn`: {reinstall(other.name, other.version)}"
-            yield Finding(distribution.name, lost[0], "overwritten", problem, command, breaks=False)
+            yield Finding(dist.name, lost[0], "overwritten", problem, command, breaks=False)
         else:
             problem = f"{other.name} {other.version} has overwritten {files}"
-            yield Finding(
-                distribution.name, lost[0], "overwritten", problem, reinstall(distribution.name, distribution.version)
-            )
-    old_cute = distribution.name == "flash-attn" and any(path.startswith(_CUTE) for path in distribution.record or ())
+            yield Finding(dist.name, lost[0], "overwritten", problem, reinstall(dist.name, dist.version))
+    old_cute = dist.name == "flash-attn" and any(path.startswith(_CUTE) for path in dist.record or ())
     if old_cute and "flash-attn-4" not in everything and "nvidia-cutlass-dsl" in environment.packages:
         problem = (
             "its flash_attn.cute is an old copy, not FlashAttention-4, and fails with newer releases of nvidia-cutlass-dsl: "
             "code that imports it to look for FlashAttention-4 fails (NVIDIA/Megatron-LM#6964)"
         )
         command = "pip install --pre flash-attn-4"
-        yield Finding(distribution.name, f"{_CUTE}__init__.py", "old-cute", problem, command, breaks=False)
+        yield Finding(dist.name, f"{_CUTE}__init__.py", "old-cute", problem, command, breaks=False)
 
 
-def _is_overwritten(distribution: Installed, other: Installed, path: str) -> bool:
-    mine, theirs = (distribution.record or {})[path], (other.record or {})[path]
-    file = distribution.folder / path
+def _is_overwritten(dist: Installed, other: Installed, path: str) -> bool:
+    mine, theirs = (dist.record or {})[path], (other.record or {})[path]
+    file = dist.folder / path
     return mine != theirs and os.path.exists(file) and not is_recorded(file, mine) and is_recorded(file, theirs)

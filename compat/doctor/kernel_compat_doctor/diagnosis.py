@@ -133,39 +133,33 @@ def _diagnose(
     torch: LibTorch | None,
     environment: Environment,
 ) -> Package:
-    distribution = copies[0]
-    findings = [
-        *copies_of(copies),
-        *files_of(distribution),
-        *hidden(distribution),
-        *overwritten(distribution, everything, environment),
-    ]
-    built, extends = Built(), distribution.name in SOURCES or distribution.requires_torch is not None
+    dist = copies[0]
+    findings = [*copies_of(copies), *files_of(dist), *hidden(dist), *overwritten(dist, everything, environment)]
+    built, extends = Built(), dist.name in SOURCES or dist.requires_torch is not None
     if platform.system() == "Linux":
-        paths = dict(shared_objects(distribution))
+        paths = dict(shared_objects(dist))
         siblings = {path.name: path for path in paths.values()}
-        extends = distribution.name in SOURCES or (extends and bool(paths))
+        extends = dist.name in SOURCES or (extends and bool(paths))
         of_torch: dict[str, SharedObject] = {}
         by_file: dict[str, list[Finding]] = {}
         for name, path in paths.items():
             try:
                 file = read(path)
             except BrokenFileError as error:
-                by_file[name] = [_finding(distribution, name, error.cause, str(error), torch)]
+                by_file[name] = [_finding(dist, name, error.cause, str(error), torch)]
                 continue
             if file.of_torch:
                 of_torch[name] = file
                 wrong = disagreements(path, file, torch, siblings)
                 by_file[name] = [
-                    _finding(distribution, name, disagreement.cause, disagreement.problem, torch)
-                    for disagreement in wrong
+                    _finding(dist, name, disagreement.cause, disagreement.problem, torch) for disagreement in wrong
                 ]
         extends = extends or bool(of_torch)
         findings += _of_variants(by_file)
-        findings += _gpus(distribution, of_torch, torch, environment)
-        built = _built(distribution.claim, of_torch)
-        findings += _claim(distribution, torch, findings)
-    return Package(distribution.name, distribution.version, str(distribution.folder), built, tuple(findings), extends)
+        findings += _gpus(dist, of_torch, torch, environment)
+        built = _built(dist.claim, of_torch)
+        findings += _claim(dist, torch, findings)
+    return Package(dist.name, dist.version, str(dist.folder), built, tuple(findings), extends)
 
 
 def _of_variants(by_file: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
@@ -188,10 +182,10 @@ def _of_variants(by_file: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
             yield replace(last, problem=f"of its {len(names)} variants none loads here: {last.problem}")
 
 
-def _finding(distribution: Installed, file: str, cause: str, problem: str, torch: LibTorch | None) -> Finding:
-    foreign = not (distribution.name in SOURCES or distribution.compiled)
+def _finding(dist: Installed, file: str, cause: str, problem: str, torch: LibTorch | None) -> Finding:
+    foreign = not (dist.name in SOURCES or dist.compiled)
     if cause == "torch-missing":
-        command = f"pip install {shlex.quote(f'torch{distribution.requires_torch or str()}')}"
+        command = f"pip install {shlex.quote(f'torch{dist.requires_torch or str()}')}"
     elif cause == "torch-build":
         command = (
             "pip install --force-reinstall torch  # the build for this GPU: https://pytorch.org/get-started/locally"
@@ -199,48 +193,35 @@ def _finding(distribution: Installed, file: str, cause: str, problem: str, torch
     elif cause == "library" and foreign:
         command = "# install that library: the system's package manager or the package's own documentation has it"
     elif cause in ("missing-file", "unreadable", "empty", "truncated", "damaged", "not-elf"):
-        command = reinstall(distribution.name, distribution.version)
-    elif (
-        foreign
-        and torch
-        and cause in ("cuda", "cxx11-abi", "torch-version")
-        and not distribution.refuses(torch.version)
-    ):
+        command = reinstall(dist.name, dist.version)
+    elif foreign and torch and cause in ("cuda", "cxx11-abi", "torch-version") and not dist.refuses(torch.version):
         # The index has one wheel of a version, which is the installed one.
-        command = (
-            f"# install a build of {distribution.name} for {torch} and {torch.build}: its documentation says which"
-        )
+        command = f"# install a build of {dist.name} for {torch} and {torch.build}: its documentation says which"
     else:
-        published = bool(
-            distribution.claim
-            and torch
-            and (distribution.claim.torch, distribution.claim.cuda) == (torch.minor, torch.cuda)
-        )
-        command = _rebuild(distribution, torch, force=published or cause == "glibc")
+        published = bool(dist.claim and torch and (dist.claim.torch, dist.claim.cuda) == (torch.minor, torch.cuda))
+        command = _rebuild(dist, torch, force=published or cause == "glibc")
     # A wheel for this interpreter loads a file of another one by its path, as torchao does, or not at all.
-    optional = (cause == "python" and distribution.for_this_python) or (
-        cause == "library" and bool(_OPTIONAL.match(file))
-    )
-    return Finding(distribution.name, file, cause, problem, command, breaks=not optional)
+    optional = (cause == "python" and dist.for_this_python) or (cause == "library" and bool(_OPTIONAL.match(file)))
+    return Finding(dist.name, file, cause, problem, command, breaks=not optional)
 
 
 def _rebuild(
-    distribution: Installed, torch: LibTorch | None, *, force: bool = False, capability: tuple[int, int] | None = None
+    dist: Installed, torch: LibTorch | None, *, force: bool = False, capability: tuple[int, int] | None = None
 ) -> str:
     return reinstall(
-        distribution.name,
-        distribution.version if capability is None else "",  # an older one may not know the GPU
+        dist.name,
+        dist.version if capability is None else "",  # an older one may not know the GPU
         torch=torch,
         rebuild=True,
         force=force,
-        compiled=distribution.compiled,
-        refuses=torch is not None and distribution.refuses(torch.version),
+        compiled=dist.compiled,
+        refuses=torch is not None and dist.refuses(torch.version),
         capability=capability,
     )
 
 
 def _gpus(
-    distribution: Installed, files: Mapping[str, SharedObject], torch: LibTorch | None, environment: Environment
+    dist: Installed, files: Mapping[str, SharedObject], torch: LibTorch | None, environment: Environment
 ) -> Iterator[Finding]:
     code: set[GpuCode] = set().union(*(file.gpu_code for file in files.values()))
     if not code:
@@ -250,12 +231,12 @@ def _gpus(
         if runs_on(code, capability):
             continue
         problem = f"it has code for {targets_text(code)}, none of which runs on {device}"
-        if instead := _instead(distribution.name, device):
+        if instead := _instead(dist.name, device):
             problem, command = f"{problem}. {instead}", ""
         else:
-            command = _rebuild(distribution, torch, capability=capability)
+            command = _rebuild(dist, torch, capability=capability)
         file = next(name for name, file in files.items() if file.gpu_code)
-        yield Finding(distribution.name, file, "gpu", problem, command)
+        yield Finding(dist.name, file, "gpu", problem, command)
 
 
 def _instead(distribution: str, device: Device) -> str:
@@ -284,13 +265,13 @@ def _built(claim: Claim | None, files: Mapping[str, SharedObject]) -> Built:
     )
 
 
-def _claim(distribution: Installed, torch: LibTorch | None, findings: Sequence[Finding]) -> Iterator[Finding]:
+def _claim(dist: Installed, torch: LibTorch | None, findings: Sequence[Finding]) -> Iterator[Finding]:
     """A note on a wheel whose name says that it is for another torch, although this one has all its symbols."""
-    claim = distribution.claim
+    claim = dist.claim
     if claim is None or torch is None or any(finding.breaks for finding in findings):
         return
     if torch.minor and claim.torch != torch.minor:
         problem = (
             f"it says that it is built for torch {claim.torch}, and this is {torch}: it may compute wrong or crash"
         )
-        yield replace(_finding(distribution, "", "claim", problem, torch), breaks=False)
+        yield replace(_finding(dist, "", "claim", problem, torch), breaks=False)

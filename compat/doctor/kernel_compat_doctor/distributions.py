@@ -92,14 +92,14 @@ def installed(names: Collection[str] = ()) -> dict[str, list[Installed]]:
         if not name or (name not in names if names else name not in SOURCES and _NOT_EXTENSIONS.match(name)):
             continue
         record = _text(dist, "RECORD")
-        distribution = _installed(dist, name, headers, record)
-        unlisted = distribution.requires_torch is not None and (distribution.record is None or distribution.editable)
+        entry = _installed(dist, name, headers, record)
+        unlisted = entry.requires_torch is not None and (entry.record is None or entry.editable)
         if not (names or name in SOURCES or ".so," in record or unlisted):
             continue
-        key = (name, distribution.version, os.path.realpath(distribution.folder))
+        key = (name, entry.version, os.path.realpath(entry.folder))
         if key not in seen:
             seen.add(key)
-            by_name.setdefault(name, []).append(distribution)
+            by_name.setdefault(name, []).append(entry)
     for missing in [name for name in names or SOURCES if name not in by_name]:
         with suppress(importlib.metadata.PackageNotFoundError):  # found by its folder, where its metadata can't be read
             by_name[missing] = [_installed(importlib.metadata.distribution(missing), missing, "", "")]
