@@ -81,7 +81,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def built_text(built: Built) -> str:
-    """What a package is built for, on one line."""
+    """A `Built` on one line."""
     abi = {True: "C++11 ABI", False: "old C++ ABI", None: ""}
     parts = (
         f"torch {built.torch}" if built.torch else "",

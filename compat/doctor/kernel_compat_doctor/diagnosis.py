@@ -29,7 +29,7 @@ _OPTIONAL = re.compile(r"torchaudio/lib/\w*sox|torio/lib/\w*ffmpeg")
 
 @dataclass(frozen=True)
 class Built:
-    """What a package is built for, as far as its files tell.
+    """The torch, CUDA, C++ ABI, Python and GPUs that a package is built for, as far as its files tell.
 
     Attributes:
         torch: releases of torch, e.g. ``2.11 to 2.12``; empty if unknown.
@@ -118,7 +118,7 @@ def diagnose(names: Collection[str] = (), environment: Environment | None = None
 
 
 def findings_of(distribution: str, environment: Environment) -> list[Finding]:
-    """What is wrong with one distribution: a `kernel_compat.gates.Diagnose`."""
+    """The findings of one distribution: a `kernel_compat.gates.Diagnose`."""
     return [finding for package in diagnose([distribution], environment).packages for finding in package.findings]
 
 

@@ -33,7 +33,7 @@ _NOT_EXTENSIONS = re.compile(r"torch$|triton$|nvidia-|cuda-|numpy$|pillow$")
 
 @dataclass(frozen=True)
 class Claim:
-    """What the version or the file name of a wheel says it is built for."""
+    """The torch, CUDA and C++ ABI that the version or the file name of a wheel names."""
 
     torch: str
     cuda: int
@@ -50,7 +50,7 @@ class Installed:
         folder: the folder that its files are in.
         record: its files with their hashes, as RECORD lists them; None without a readable RECORD.
         requires_torch: the versions of torch that its metadata asks for; None if it doesn't ask for torch.
-        claim: what it says it is built for.
+        claim: the torch, CUDA and C++ ABI that it names.
         editable: whether its files stay in a source folder.
         compiled: whether it was compiled on a machine like this, as the tag of its wheel says, and isn't from an index.
         for_this_python: whether the tags of its wheel are for this interpreter.

@@ -98,7 +98,7 @@ class LibTorch:
 
     @property
     def build(self) -> str:
-        """What it is built for, in words."""
+        """The devices that it is built for, in words."""
         if not self.has("libc10.so"):
             return "an unknown device"
         return f"CUDA {self.cuda}" if self.cuda else "AMD GPUs" if self.rocm else "the CPU alone"

@@ -1,4 +1,4 @@
-"""What can be installed on this machine, the fastest kernel first, and each kernel by its fastest way.
+"""The ways to install kernels on this machine: the fastest kernel first, and each kernel by its fastest way first.
 
 No network: which wheels exist is stated as far as it is known, and by their file names.
 """

@@ -44,7 +44,7 @@ class Change(swap.Change):
         for owner, name in places:
             if swap.Change(owner, name, self.replacement).in_place:
                 self.owner, self.name = owner, name
-                if name == "_old_forward" and self.before is swap.ABSENT:  # the hook calls what is there
+                if name == "_old_forward" and self.before is swap.ABSENT:  # the hook calls it
                     self.before = MethodType(type(self.module).forward, self.module)
                 return
 
@@ -121,6 +121,6 @@ def _own(module: Any, method: str) -> Any:
 
 
 def _function(module: Any, method: str) -> Any:
-    """The function of such a method."""
+    """The function of the method that shadows the class's in an instance; None for none."""
     own = _own(module, method)
     return getattr(own, "__func__", own)

@@ -93,8 +93,8 @@ def _probabilities(
 ) -> tl.tensor:
     """The softmax in float32 (ROWS, BLOCK) of some rows: 0 after the last expert, a finite value in rows after the last."""
     expert = tl.arange(0, BLOCK)[None, :]
-    there = (row < rows)[:, None] & (expert < EXPERTS)
-    logit = tl.load(logits + row[:, None] * row_stride + expert * column_stride, mask=there, other=0.0).to(tl.float32)
+    valid = (row < rows)[:, None] & (expert < EXPERTS)
+    logit = tl.load(logits + row[:, None] * row_stride + expert * column_stride, mask=valid, other=0.0).to(tl.float32)
     logit = tl.where(expert < EXPERTS, logit, float("-inf"))
     power = tl.exp(logit - tl.max(logit, axis=1)[:, None])
     return power / tl.sum(power, axis=1)[:, None]
@@ -170,8 +170,8 @@ def _gradient_kernel(
     if MASKED:
         weighted_slope = weighted_slope * tl.load(mask + row, mask=row < rows, other=0.0)[:, None]
     result = probability * (weighted_slope - tl.sum(weighted_slope * probability, axis=1)[:, None])
-    there = (row < rows)[:, None] & (expert < EXPERTS)
-    tl.store(out + row[:, None] * EXPERTS + expert, result.to(out.dtype.element_ty), mask=there)
+    valid = (row < rows)[:, None] & (expert < EXPERTS)
+    tl.store(out + row[:, None] * EXPERTS + expert, result.to(out.dtype.element_ty), mask=valid)
 
 
 def _blocks(experts: int) -> dict[str, Any]:

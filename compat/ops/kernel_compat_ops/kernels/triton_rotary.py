@@ -103,9 +103,9 @@ def _rotate_kernel(
     cos2 = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin2 = tl.load(sin + angle + half, mask=inside, other=0.0).to(tl.float32)[None, :]
-    there = (head < heads) & inside[None, :]
-    x1 = tl.load(x + channel[None, :] * x_channel, mask=there, other=0.0).to(tl.float32)
-    x2 = tl.load(x + (channel[None, :] + half) * x_channel, mask=there, other=0.0).to(tl.float32)
+    valid = (head < heads) & inside[None, :]
+    x1 = tl.load(x + channel[None, :] * x_channel, mask=valid, other=0.0).to(tl.float32)
+    x2 = tl.load(x + (channel[None, :] + half) * x_channel, mask=valid, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
     out1 = (x1 * cos1).to(dtype).to(tl.float32)
     out2 = (x2 * cos2).to(dtype).to(tl.float32)
@@ -115,12 +115,12 @@ def _rotate_kernel(
     else:
         out1 -= (x2 * sin1).to(dtype).to(tl.float32)
         out2 += (x1 * sin2).to(dtype).to(tl.float32)
-    tl.store(out + channel[None, :] * out_channel, out1.to(dtype), mask=there)
-    tl.store(out + (channel[None, :] + half) * out_channel, out2.to(dtype), mask=there)
+    tl.store(out + channel[None, :] * out_channel, out1.to(dtype), mask=valid)
+    tl.store(out + (channel[None, :] + half) * out_channel, out2.to(dtype), mask=valid)
     if REST > 0:
         rest = ROTARY + tl.arange(0, BLOCK_REST)[None, :]
-        there = (head < heads) & (rest < ROTARY + REST)
-        tl.store(out + rest * out_channel, tl.load(x + rest * x_channel, mask=there, other=0.0).to(dtype), mask=there)
+        valid = (head < heads) & (rest < ROTARY + REST)
+        tl.store(out + rest * out_channel, tl.load(x + rest * x_channel, mask=valid, other=0.0).to(dtype), mask=valid)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:

@@ -27,7 +27,7 @@ FORWARD, HEAD, INNER = "_kernel_compat_current_forward", "_kernel_compat_head", 
 
 
 class ExtraLossOutputs(NamedTuple):
-    """What a model's own loss function returns besides the loss, and reads besides its arguments. VeOmni's returns a tuple.
+    """The outputs of a model's own loss function besides the loss, as VeOmni's has, and the keyword arguments that it reads.
 
     Attributes:
         function: the model's own loss function.
@@ -41,7 +41,7 @@ class ExtraLossOutputs(NamedTuple):
     keywords: frozenset[str]
 
     def with_loss(self, loss: Tensor, logits: Any, vocab_size: int) -> Any:
-        """What the function would return: the loss alone, or in a tuple with these logits. Lazy logits keep their shape."""
+        """The loss as the function would return it: alone, or in a tuple with these logits. Lazy logits keep their shape."""
         if self.dimensions is None:
             return loss
         values = []
