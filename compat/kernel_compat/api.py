@@ -104,10 +104,10 @@ def install(
     """
     unproven = checked(unproven)
     _register_entry_points()
-    found = defaults.installation.install(skip=skip, only=only, broken=broken)
+    result = defaults.installation.install(skip=skip, only=only, broken=broken)
     defaults.registry.unproven = unproven or defaults.registry.unproven
-    _warn_of_failures(found)
-    return _with_attention(found)
+    _warn_of_failures(result)
+    return _with_attention(result)
 
 
 def uninstall() -> Report:
@@ -123,10 +123,10 @@ def status() -> Report:
     return _with_attention(defaults.installation.status())
 
 
-def _warn_of_failures(found: report.InstallationReport) -> None:
+def _warn_of_failures(result: report.InstallationReport) -> None:
     """Warn the caller of the caller of each reason why shims have failed."""
     failed: dict[str, list[str]] = {}
-    for shim in found.shims:
+    for shim in result.shims:
         if shim.state == "failed":
             then = f". Refused without it: {shim.protects}" if shim.protects else ""
             failed.setdefault(f"{shim.reason}{then}", []).append(shim.name)
@@ -149,12 +149,12 @@ def installed(
     """
     unproven = checked(unproven)
     _register_entry_points()
-    with defaults.installation.installed(skip=skip, only=only, broken=broken) as found:
-        _warn_of_failures(found)
+    with defaults.installation.installed(skip=skip, only=only, broken=broken) as result:
+        _warn_of_failures(result)
         outer = defaults.registry.unproven
         defaults.registry.unproven = unproven or outer
         try:
-            yield _with_attention(found)
+            yield _with_attention(result)
         finally:
             if unproven is not None and defaults.registry.unproven == unproven:
                 defaults.registry.unproven = outer
@@ -354,8 +354,8 @@ def _from_entry_points() -> dict[str, str]:
         if point.name in defaults.registry.names():  # the program's own registration
             continue
         try:
-            found = point.load()
-            arguments = found() if callable(found) else found
+            declared = point.load()
+            arguments = declared() if callable(declared) else declared
             with defaults.registry.declaring:  # not while it is imported
                 if point.name not in defaults.registry.names():
                     register_attention(point.name, **arguments)
@@ -367,7 +367,7 @@ def _from_entry_points() -> dict[str, str]:
     return broken
 
 
-def _with_attention(found: report.InstallationReport) -> Report:
+def _with_attention(result: report.InstallationReport) -> Report:
     broken = _register_entry_points()  # before the names are read
     chosen = {
         name: {str(needs): member.name for needs, member in entry.kernel.chosen.items()}
@@ -375,6 +375,6 @@ def _with_attention(found: report.InstallationReport) -> Report:
         if isinstance(entry.kernel, LayeredKernel)
     }
     states = {**defaults.registry.states(), **broken}
-    if reason := unsupported_because(found.environment):
+    if reason := unsupported_because(result.environment):
         states = dict.fromkeys(states, f"can't be used: {reason}")
-    return Report(**vars(found), attention=states, chosen=chosen, torch_flash_backend=torch_flash_backend())
+    return Report(**vars(result), attention=states, chosen=chosen, torch_flash_backend=torch_flash_backend())
