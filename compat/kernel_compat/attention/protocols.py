@@ -18,11 +18,10 @@ class AttentionForward(Protocol):
     release, so a forward takes ``**kwargs``. Parameters that it names are keywords of transformers, such as ``scaling``.
 
     Examples:
-        >>> def forward(module, query, key, value, attention_mask, *, scaling=None, dropout=0.0, **kwargs):
-        ...     output = torch.nn.functional.scaled_dot_product_attention(
-        ...         query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=True
-        ...     )
-        ...     return output.transpose(1, 2), None
+        >>> from kernel_compat import attention_function
+        >>> library = attention_function("flash_attention_2")
+        >>> def forward(module, query, key, value, attention_mask, *, scaling=None, **kwargs):
+        ...     return library(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     """
 
     def __call__(
