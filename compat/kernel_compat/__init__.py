@@ -26,7 +26,8 @@ if TYPE_CHECKING:
         uninstall,
         unregister_attention,
     )
-    from .attention.names import AttentionName
+    from .attention.names import AttentionName, ForwardSpec
+    from .attention.protocols import AttentionForward, MaskFunction
     from .attention.sequence_parallel.ulysses import ulysses
     from .environment import Device, Environment
     from .errors import (
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
         UnprovenWarning,
         UnsupportedFeatureError,
     )
-    from .kernels import Features, Functions, Kernel, Provider, known_kernels
+    from .kernels import Features, Kernel, known_kernels
     from .patching.handle import Handle
     from .patching.report import ShimReport
     from .patching.seam import Read, Seam
@@ -53,23 +54,25 @@ if TYPE_CHECKING:
 #: The modules that have the public names. Each is imported on first use, so that this import costs next to nothing.
 _HOMES = (
     *("errors", "environment", "patching.handle", "patching.seam", "patching.shim", "kernels", "api"),
-    *("patching.report", "attention.names", "attention.sequence_parallel.ulysses", "policy.torch_backend"),
+    *("patching.report", "attention.names", "attention.protocols", "attention.sequence_parallel.ulysses"),
+    "policy.torch_backend",
 )
 
 __all__ = [
+    "AttentionForward",
     "AttentionName",
     "AttentionRefusedError",
     "Device",
     "Environment",
     "Features",
-    "Functions",
+    "ForwardSpec",
     "Handle",
     "Kernel",
     "KernelCompatError",
     "KernelCompatWarning",
     "KernelUnavailableError",
+    "MaskFunction",
     "MissingExtraError",
-    "Provider",
     "Read",
     "RenamedWarning",
     "Report",
@@ -100,6 +103,13 @@ __all__ = [
 ]
 
 
+#: Names that were public before 0.3: where each is, and what there is instead.
+_WITHDRAWN = {
+    "Functions": "kernels.Functions is what Kernel.load returns; nothing public takes or replaces it",
+    "Provider": "register_attention(kernel=) takes any object with a flash_attn_varlen_func and an attribute features",
+}
+
+
 def __getattr__(name: str) -> Any:
     import importlib
 
@@ -109,6 +119,14 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(f".{home}", __name__)
         if name in module.__all__:
             return globals().setdefault(name, getattr(module, name))
+    if name in _WITHDRAWN:
+        import warnings
+
+        from .errors import RenamedWarning
+
+        message = f"kernel_compat.{name} is not public any more: {_WITHDRAWN[name]}"
+        warnings.warn(message, RenamedWarning, stacklevel=2)
+        return getattr(importlib.import_module(".kernels", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

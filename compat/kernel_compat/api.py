@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from .attention import defaults
 from .attention.defaults import checked
-from .attention.names import AttentionName
+from .attention.names import AttentionName, ForwardSpec
+from .attention.protocols import AttentionForward, MaskFunction
 from .attention.unsupported import refusal, refusing, unsupported_because
 from .environment import Environment, torch_flash_backend
-from .errors import UnprotectedWarning
+from .errors import RenamedWarning, UnprotectedWarning
 from .gates import in_order
 from .kernels import Features, ForwardOnly, Kernel, LayeredKernel, as_kernel
 from .patching import report
@@ -23,6 +24,7 @@ from .patching import report
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
 __all__ = [
     "Report",
@@ -102,10 +104,10 @@ def install(
     """
     unproven = checked(unproven)
     _register_entry_points()
-    found = defaults.installation.install(skip=skip, only=only, broken=broken)
+    result = defaults.installation.install(skip=skip, only=only, broken=broken)
     defaults.registry.unproven = unproven or defaults.registry.unproven
-    _warn_of_failures(found)
-    return _with_attention(found)
+    _warn_of_failures(result)
+    return _with_attention(result)
 
 
 def uninstall() -> Report:
@@ -121,10 +123,10 @@ def status() -> Report:
     return _with_attention(defaults.installation.status())
 
 
-def _warn_of_failures(found: report.InstallationReport) -> None:
+def _warn_of_failures(result: report.InstallationReport) -> None:
     """Warn the caller of the caller of each reason why shims have failed."""
     failed: dict[str, list[str]] = {}
-    for shim in found.shims:
+    for shim in result.shims:
         if shim.state == "failed":
             then = f". Refused without it: {shim.protects}" if shim.protects else ""
             failed.setdefault(f"{shim.reason}{then}", []).append(shim.name)
@@ -147,28 +149,34 @@ def installed(
     """
     unproven = checked(unproven)
     _register_entry_points()
-    with defaults.installation.installed(skip=skip, only=only, broken=broken) as found:
-        _warn_of_failures(found)
+    with defaults.installation.installed(skip=skip, only=only, broken=broken) as result:
+        _warn_of_failures(result)
         outer = defaults.registry.unproven
         defaults.registry.unproven = unproven or outer
         try:
-            yield _with_attention(found)
+            yield _with_attention(result)
         finally:
             if unproven is not None and defaults.registry.unproven == unproven:
                 defaults.registry.unproven = outer
 
 
+class _Deprecated(TypedDict, total=False):
+    """Keywords of `register_attention` that are attributes of `ForwardSpec` now."""
+
+    features: Features | Collection[str] | None
+    handles_context_parallel: bool
+
+
 def register_attention(
     name: str,
     kernel: str | Kernel | Sequence[Any] | Any | None = None,
-    forward: Callable[..., Any] | None = None,
-    mask: Callable[..., Any] | None = None,
+    forward: AttentionForward | ForwardSpec | None = None,
+    mask: MaskFunction | None = None,
     *,
-    features: Features | Collection[str] | None = None,
-    override: bool = False,
-    handles_context_parallel: bool = False,
     sequence_parallel: ProcessGroup | DeviceMesh | Callable[[], Any] | bool | None = False,
     padding_free: bool = False,
+    override: bool = False,
+    **deprecated: Unpack[_Deprecated],
 ) -> None:
     """Make `name` usable as ``attn_implementation=name`` once `install()` is called, or at once where it is.
 
@@ -189,50 +197,69 @@ def register_attention(
             attribute `features`, a `Features`. A list of these, or ``"auto"`` for all of the library's, gives each call to the
             first kernel that computes exactly what it asks for; `Report.chosen` shows which. None for a `forward` that needs none
             of them.
-        forward: replaces the library's attention function. Called as transformers calls its own:
-            ``forward(module, query, key, value, attention_mask, *, scaling, dropout, **kwargs)`` with query, key and
-            value of shape (batch, heads, length, head_dim); returns ``(output, None)`` with the output of shape
-            (batch, length, heads, head_dim). It may call transformers' ``_flash_attention_forward`` with
+        forward: replaces the library's attention function: an `AttentionForward`, or a `ForwardSpec`, which also declares what
+            the function can do. It may call transformers' ``_flash_attention_forward`` with
             ``attn_implementation=name`` and gets this kernel on every release.
-        mask: replaces the library's mask function; called as those of transformers' ``ALL_MASK_ATTENTION_FUNCTIONS``.
-        features: those of `forward`: a `Features`, or names of its boolean fields, such as ``{"varlen", "window", "backward"}``;
-            it has no others then. Without them a `forward` has those of the kernel, and none without a kernel. What chooses an
-            attention, and what checks a model, goes by them.
-        override: allow a name that transformers owns, or that is registered already.
-        handles_context_parallel: declares that attention under this name is right under context parallelism, because
-            `forward`, or code around it, exchanges keys and values between the ranks. `kernel_compat.policy.plan_attention`
-            keeps such a name instead of choosing sdpa.
-        sequence_parallel: a ``torch.distributed`` group whose ranks each hold a slice of the tokens, a function that returns it
-            at each call, or True or None for the default group, which need not be there yet: `ulysses` is put around the forward, and the library's mask function
-            gathers the slices of a padding mask. One of your own must make masks of the full sequence. Where the function
-            returns None, the call isn't spread.
+        mask: replaces the library's mask function: a `MaskFunction`.
+        sequence_parallel: the ``torch.distributed`` group whose ranks each hold a slice of the tokens, a function that returns it
+            at each call, or True for the default group, which need not be there yet: `ulysses` is put around the forward, and the
+            library's mask function gathers the slices of a padding mask. One of your own must make masks of the full sequence.
+            Where the function returns None, the call isn't spread. False for none.
         padding_free: models under the name compute padded batches without their padding, as by
             `kernel_compat.models.padding_free`. A model for which that is wrong is refused when it is loaded.
+        override: allow a name that transformers owns, or that is registered already.
+        deprecated: ``features=`` and ``handles_context_parallel=``, which are now those of a `ForwardSpec`.
+            ``sequence_parallel=None`` is deprecated, too: it is True until 1.0, and False from then on.
 
     Raises:
         TypeError: `name` is not a string, `forward` or `mask` is not callable, `kernel` is no kernel, there is neither a
             kernel nor a forward, or `sequence_parallel` is no group that this rank is in.
-        ValueError: `name` is empty, malformed, taken, or `kernel` is an unknown name; `features` without `forward`, or of
-            unknown names; or `padding_free` beside `forward` or `sequence_parallel`.
+        ValueError: `name` is empty, malformed, taken, or `kernel` is an unknown name; `forward` has features of unknown names, or
+            without a function; or `padding_free` beside `forward` or `sequence_parallel`.
     """
-    if kernel is None and forward is None:
+    spec = _with_deprecated(name, forward, dict(deprecated))
+    if kernel is None and spec.function is None:
         raise TypeError("register_attention takes a kernel, a forward or both")
-    if features is not None and forward is None:
+    if spec.features is not None and spec.function is None:
         raise ValueError("features are those of a forward; a kernel's are known, or an attribute of its object")
-    declared = None if features is None else Features.of(features)
-    found = ForwardOnly(name, declared or Features.of(())) if kernel is None else as_kernel(kernel)
+    if sequence_parallel is None:
+        message = (
+            f"register_attention({name!r}, sequence_parallel=None) is now sequence_parallel=True; None will be False"
+        )
+        warnings.warn(message, RenamedWarning, stacklevel=2)
+        sequence_parallel = True
+    features = None if spec.features is None else Features.of(spec.features)
     entry = AttentionName(
         name,
-        found,
-        forward,
+        ForwardOnly(name, features or Features.of(())) if kernel is None else as_kernel(kernel),
+        spec.function,
         mask,
         override,
-        handles_context_parallel=handles_context_parallel,
-        sequence_parallel=None if sequence_parallel is True else sequence_parallel,
+        handles_context_parallel=spec.handles_context_parallel,
         padding_free=padding_free,
-        features=declared,
+        features=features,
+        spread_over=None if sequence_parallel is False else sequence_parallel,
     )
     defaults.registry.register(entry)
+
+
+def _with_deprecated(
+    name: str, forward: AttentionForward | ForwardSpec | None, deprecated: dict[str, Any]
+) -> ForwardSpec:
+    """The forward with what it can do, also from the keywords of `register_attention` of releases before 0.3."""
+    if unknown := deprecated.keys() - {"features", "handles_context_parallel"}:
+        raise TypeError(f"register_attention() got an unexpected keyword argument {min(unknown)!r}")
+    if isinstance(forward, ForwardSpec):
+        if deprecated:
+            raise TypeError(f"{' and '.join(deprecated)} beside a ForwardSpec, which has them as attributes")
+        return forward
+    if deprecated:
+        values = ", ".join(["" if forward is None else "forward", *(f"{argument}=..." for argument in deprecated)])
+        new = f"forward=ForwardSpec({values.removeprefix(', ')})"
+        warnings.warn(
+            f"register_attention({name!r}, {'=, '.join(deprecated)}=) is now {new}", RenamedWarning, stacklevel=3
+        )
+    return ForwardSpec(forward, **deprecated)
 
 
 def unregister_attention(name: str) -> None:
@@ -254,7 +281,7 @@ def registered_attention() -> dict[str, AttentionName]:
     return defaults.registry.names()
 
 
-def attention_function(name: str) -> Callable[..., Any]:
+def attention_function(name: str) -> AttentionForward:
     """The attention function of a kernel or a registered name, for a wrapper that is registered as another name's `forward`.
 
     Examples:
@@ -265,7 +292,7 @@ def attention_function(name: str) -> Callable[..., Any]:
         >>> unregister_attention("my_flash_attention")
 
     Returns:
-        A function called as transformers calls its own: see `register_attention`. Nothing needs to be installed. It takes a
+        A function called as transformers calls its own. Nothing needs to be installed. It takes a
         padding mask (batch, kv_length), any 4D mask that its kernel takes, or None for no padding. With a transformers or torch
         that isn't supported it raises a `KernelUnavailableError`.
 
@@ -278,14 +305,14 @@ def attention_function(name: str) -> Callable[..., Any]:
     if reason := unsupported_because(Environment.detect()):
         return refusing(partial(refusal, name, reason))
     forward = entry.forward or attention_forward(entry.kernel, entry.name)
-    if entry.sequence_parallel is not False:
-        from .attention.sequence_parallel.ulysses import ulysses
+    if entry.spread_over is None:
+        return forward
+    from .attention.sequence_parallel.ulysses import ulysses
 
-        forward = ulysses(forward, entry.sequence_parallel)
-    return forward
+    return ulysses(forward, entry.spread_over)
 
 
-def mask_function(name: str) -> Callable[..., Any]:
+def mask_function(name: str) -> MaskFunction:
     """The mask function that belongs to `attention_function`: called as those of ``ALL_MASK_ATTENTION_FUNCTIONS``.
 
     Raises:
@@ -327,8 +354,8 @@ def _from_entry_points() -> dict[str, str]:
         if point.name in defaults.registry.names():  # the program's own registration
             continue
         try:
-            found = point.load()
-            arguments = found() if callable(found) else found
+            declared = point.load()
+            arguments = declared() if callable(declared) else declared
             with defaults.registry.declaring:  # not while it is imported
                 if point.name not in defaults.registry.names():
                     register_attention(point.name, **arguments)
@@ -340,7 +367,7 @@ def _from_entry_points() -> dict[str, str]:
     return broken
 
 
-def _with_attention(found: report.InstallationReport) -> Report:
+def _with_attention(result: report.InstallationReport) -> Report:
     broken = _register_entry_points()  # before the names are read
     chosen = {
         name: {str(needs): member.name for needs, member in entry.kernel.chosen.items()}
@@ -348,6 +375,6 @@ def _with_attention(found: report.InstallationReport) -> Report:
         if isinstance(entry.kernel, LayeredKernel)
     }
     states = {**defaults.registry.states(), **broken}
-    if reason := unsupported_because(found.environment):
+    if reason := unsupported_because(result.environment):
         states = dict.fromkeys(states, f"can't be used: {reason}")
-    return Report(**vars(found), attention=states, chosen=chosen, torch_flash_backend=torch_flash_backend())
+    return Report(**vars(result), attention=states, chosen=chosen, torch_flash_backend=torch_flash_backend())

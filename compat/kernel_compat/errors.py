@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 __all__ = [
     "AttentionRefusedError",
     "KernelCompatError",
@@ -46,12 +48,23 @@ class MissingExtraError(KernelCompatError, ImportError):
 
 
 class UnsupportedFeatureError(KernelCompatError, ValueError):
-    """A request that a kernel can't honour; the message names the feature, the kernel and the kernels that have it."""
+    """A request that can't be honoured; the message names the feature, what doesn't support it, and what to use instead.
 
-    def __init__(self, feature: str, kernel: str, instead: str) -> None:
+    Attributes:
+        feature: what was requested, in words.
+        subject: what doesn't support it: a kernel, an attention name, a model's class, or a description of one.
+    """
+
+    def __init__(self, feature: str, subject: str, instead: str) -> None:
         self.feature = feature
-        self.kernel = kernel
-        super().__init__(f"{kernel} does not support {feature}. {instead}")
+        self.subject = subject
+        super().__init__(f"{subject} does not support {feature}. {instead}")
+
+    @property
+    def kernel(self) -> str:
+        """Deprecated: `subject`."""
+        warnings.warn("UnsupportedFeatureError.kernel is now subject", RenamedWarning, stacklevel=2)
+        return self.subject
 
 
 class AttentionRefusedError(UnsupportedFeatureError):

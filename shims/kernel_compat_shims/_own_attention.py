@@ -166,7 +166,7 @@ def attend(query: Any, key: Any, value: Any, arguments: dict[str, Any]) -> Any:
 
 def require_whole_sequences(entry: AttentionName) -> None:
     """Refuse sequence parallelism, which is part of attention functions and not of `_flash_attention_forward`."""
-    if entry.sequence_parallel is not False and entry.is_spread():
+    if entry.spread_over is not None and entry.is_spread():
         raise AttentionRefusedError(
             entry.name,
             "a model that calls _flash_attention_forward itself",

@@ -20,7 +20,7 @@ from remote_code import saved_remote_code
 from tiny import CAUSAL_LMS, NAME, TRANSFORMERS, VOCAB, installation, load, saved
 
 import kernel_compat
-from kernel_compat import KernelUnavailableError, UnsupportedFeatureError
+from kernel_compat import ForwardSpec, KernelUnavailableError, UnsupportedFeatureError
 from kernel_compat.errors import AttentionRefusedError
 from kernel_compat.kernels import Features, Kernel, Provider
 from kernel_compat.policy import load_with_fallback, loading
@@ -643,9 +643,9 @@ def test_a_forward_without_a_feature_that_a_model_needs(features: set[str]) -> N
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": VOCAB, "head_dim": 16}
     config = transformers.Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
     inner = kernel_compat.attention_function("flash_attention_reference")
-    kernel_compat.register_attention("x_flash", forward=inner, features=features, override=True)
+    kernel_compat.register_attention("x_flash", forward=ForwardSpec(inner, features), override=True)
     every = {"varlen", "gqa", "window", "softcap"}
-    kernel_compat.register_attention("y_flash", forward=inner, features=every, override=True)
+    kernel_compat.register_attention("y_flash", forward=ForwardSpec(inner, every), override=True)
     with kernel_compat.installed():
         with pytest.raises(UnsupportedFeatureError, match="x_flash does not support"):
             transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="x_flash")

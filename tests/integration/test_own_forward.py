@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
 import kernel_compat
+from kernel_compat import ForwardSpec
 
 OWN, WRAPPER = "veomni_flash_attention_4_with_sp", "wrapper_of_flash"
 
@@ -57,7 +58,7 @@ def wrapper(*args: Any, **kwargs: Any) -> Any:
 def registered(installed_for_all: None) -> Iterator[None]:
     kernel_compat.register_attention(OWN, "flash_attention_reference", forward=own_forward)
     mask = kernel_compat.mask_function("flash_attention_reference")
-    kernel_compat.register_attention(WRAPPER, forward=wrapper, mask=mask, features={"varlen", "window", "softcap"})
+    kernel_compat.register_attention(WRAPPER, forward=ForwardSpec(wrapper, {"varlen", "window", "softcap"}), mask=mask)
     # Names bound by `from ... import` before the installation must be the installed ones.
     assert _flash_attention_forward is transformers.modeling_flash_attention_utils._flash_attention_forward
     yield

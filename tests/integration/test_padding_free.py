@@ -677,7 +677,10 @@ class TestRefused:
                 kernel_compat.register_attention(
                     "refused_flash", "flash_attention_reference", padding_free=True, **more
                 )
-        kernel_compat.register_attention("own_flash", "flash_attention_reference", forward=lambda *args, **kwargs: None)
+
+        def forward(*args: Any, **kwargs: Any) -> Any: ...
+
+        kernel_compat.register_attention("own_flash", "flash_attention_reference", forward=forward)
         try:
             _, model = pair(transformers.LlamaForCausalLM, llama(), "own_flash")
             with pytest.raises(ValueError, match="forward of its own"):

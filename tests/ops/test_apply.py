@@ -22,7 +22,7 @@ from tiny import CAUSAL_LMS, OPS_MODELS, TRANSFORMERS, VOCAB, bart, llava, rando
 from wrapped import CHUNKED, assert_same, build, spread, with_a_loss_of_the_logits
 
 import kernel_compat
-from kernel_compat import KernelUnavailableError, UnsupportedFeatureError, models, ops
+from kernel_compat import ForwardSpec, KernelUnavailableError, UnsupportedFeatureError, models, ops
 from kernel_compat_ops.losses.causal import causal_loss
 from kernel_compat_ops.losses.lazy import LazyLogits
 
@@ -689,7 +689,7 @@ def unused_forward(*args: Any, **kwargs: Any) -> Any:
 #: Arguments of `register_attention`, besides the kernel.
 NAMES: dict[str, dict[str, Any]] = {
     "my_flash_spread": {"sequence_parallel": True},
-    "my_flash_ring": {"handles_context_parallel": True},
+    "my_flash_ring": {"forward": ForwardSpec(handles_context_parallel=True)},
     "my_flash_own": {"forward": unused_forward},
     "my_flash_auto": {"kernel": "auto"},
     "my_flash_padding_free": {"padding_free": True},

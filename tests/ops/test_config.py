@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import kernel_compat
+import kernel_compat_ops
 from kernel_compat import Device, Environment, KernelUnavailableError, ops
 from kernel_compat_ops import registry
 
@@ -416,5 +417,11 @@ def test_a_registry_of_one_s_own() -> None:
 
 
 def test_the_name_of_earlier_releases() -> None:
-    with pytest.warns(kernel_compat.RenamedWarning, match="ops.Report is now BoundOps"):
-        assert ops.Report is ops.BoundOps  # type: ignore[attr-defined]
+    for module in (ops, kernel_compat_ops):
+        with pytest.warns(kernel_compat.RenamedWarning, match="ops.Report is now BoundOps") as caught:
+            assert module.Report is ops.BoundOps
+        assert {warning.filename for warning in caught} == {__file__}  # where it is read
+    with pytest.warns(kernel_compat.RenamedWarning) as caught:
+        from kernel_compat.ops import Report  # type: ignore[attr-defined]
+    assert Report is ops.BoundOps
+    assert {warning.filename for warning in caught} == {__file__}

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import kernel_compat
-from kernel_compat import Features, Kernel, Provider
+from kernel_compat import Features, Kernel
 from kernel_compat.cli import status
 from kernel_compat.cli.explain import explain
 from kernel_compat.diagnostics import numerics as check
 from kernel_compat.errors import UnknownNameError
+from kernel_compat.kernels import Provider
 from kernel_compat.policy import LADDER
 
 torch = pytest.importorskip("torch")
@@ -370,7 +371,7 @@ def test_explain_shows_the_features_of_the_torch_there_is(
 
 @pytest.mark.parametrize("name", ["my_flash", "paged|my_flash"])
 def test_explain_a_registered_name(name: str) -> None:
-    def forward() -> None: ...
+    def forward(*args: Any, **kwargs: Any) -> Any: ...
 
     kernel_compat.register_attention("my_flash", "flash_attention_reference", forward)
     found = explain(name)

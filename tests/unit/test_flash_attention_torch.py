@@ -22,14 +22,13 @@ from torch import Tensor
 from kernel_compat import (
     Device,
     Environment,
-    Functions,
     Kernel,
     KernelUnavailableError,
     SeamError,
     UnsupportedFeatureError,
     known_kernels,
 )
-from kernel_compat.kernels import reference, torch_varlen
+from kernel_compat.kernels import Functions, reference, torch_varlen
 from kernel_compat.kernels.catalog import instead
 from kernel_compat.kernels.torch_varlen import _scaled, _write
 

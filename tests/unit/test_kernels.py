@@ -14,15 +14,13 @@ from kernel_compat import (
     Device,
     Environment,
     Features,
-    Functions,
     Kernel,
     KernelCompatError,
     KernelUnavailableError,
-    Provider,
     UnsupportedFeatureError,
     known_kernels,
 )
-from kernel_compat.kernels import Limit, as_kernel
+from kernel_compat.kernels import Functions, Limit, Provider, as_kernel
 from kernel_compat.kernels.adapter import adapt
 
 AMPERE, ADA, HOPPER, BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0)
@@ -683,7 +681,7 @@ def test_what_it_can_not_honour_is_an_error(
     assert not calls
     error = caught.value
     assert isinstance(error, ValueError)
-    assert error.kernel == "x"
+    assert error.subject == "x"
     assert named in error.feature
     assert "x does not support" in str(error)
     assert "Kernels that do:" in str(error)

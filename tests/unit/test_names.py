@@ -21,6 +21,7 @@ from kernel_compat import (
     AttentionName,
     Environment,
     Features,
+    ForwardSpec,
     Kernel,
     UnsupportedFeatureError,
     api,
@@ -123,21 +124,21 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an unknown kernel says which there are": ({"name": "x_flash", "kernel": ""}, ValueError, REFERENCE),
     "no kernel": ({"name": "x_flash", "kernel": None}, TypeError, "a kernel, a forward or both"),
     "features of a kernel": (
-        {"name": "x_flash", "kernel": REFERENCE, "features": {"varlen"}},
+        {"name": "x_flash", "kernel": REFERENCE, "forward": ForwardSpec(features={"varlen"})},
         ValueError,
         "features are those of a forward",
     ),
     "an unknown feature": (
-        {"name": "x_flash", "forward": forward, "features": ["varlen", "speed"]},
+        {"name": "x_flash", "forward": ForwardSpec(forward, ["varlen", "speed"])},
         ValueError,
         "no such features: 'speed'; there are: causal, window",
     ),
     "one feature as a string": (
-        {"name": "x_flash", "forward": forward, "features": "varlen"},
+        {"name": "x_flash", "forward": ForwardSpec(forward, "varlen")},
         TypeError,
         "not the string 'varlen'",
     ),
-    "no features": ({"name": "x_flash", "forward": forward, "features": 3}, TypeError, "not 3"),
+    "no features": ({"name": "x_flash", "forward": ForwardSpec(forward, 3)}, TypeError, "not 3"),  # type: ignore[arg-type]
     "a number for a kernel": ({"name": "x_flash", "kernel": 3}, TypeError, "not 3"),
     "a function for a kernel": ({"name": "x_flash", "kernel": varlen}, TypeError, "flash_attn_varlen_func"),
     "a kernel without varlen": (
@@ -505,7 +506,7 @@ def test_before_transformers_is_imported() -> None:
 
 def test_a_forward_alone() -> None:
     for _ in range(2):  # the same registration twice is fine
-        register_attention("x_flash", forward=forward, features={"varlen", "window", "backward"})
+        register_attention("x_flash", forward=ForwardSpec(forward, {"varlen", "window", "backward"}))
     found = capabilities("x_flash", Environment.detect())
     assert found is not None
     assert set(found.features.names()) == {"varlen", "window", "backward"}
@@ -523,7 +524,7 @@ def test_a_forward_alone_that_declares_nothing_has_no_feature() -> None:
 
 
 def test_the_features_of_a_forward_are_not_those_of_its_kernel() -> None:
-    register_attention("x_flash", REFERENCE, forward, features=Features(softcap=False, window=False))
+    register_attention("x_flash", REFERENCE, ForwardSpec(forward, Features(softcap=False, window=False)))
     environment = Environment.detect()
     found = capabilities("x_flash", environment)
     assert found is not None
@@ -613,12 +614,12 @@ def test_the_functions_of_a_name_with_its_own() -> None:
 
 def test_an_entry_point_that_calls_this_library(site: Callable[[str, str], None]) -> None:
     source = """
-from kernel_compat import attention_function, mask_function
+from kernel_compat import ForwardSpec, attention_function, mask_function
 def made():
     inner = attention_function("flash_attention_reference")
     def forward(*args, **kwargs):
         return inner(*args, **kwargs)
-    return {"forward": forward, "mask": mask_function("flash_attention_reference"), "features": {"varlen"}}
+    return {"forward": ForwardSpec(forward, {"varlen"}), "mask": mask_function("flash_attention_reference")}
 """
     site(source, "x_flash = x_plugin:made")
     assert kernel_compat.status().attention == {"x_flash": "pending"}
@@ -654,7 +655,7 @@ def test_the_command_line_says_why_an_entry_point_is_broken(
 
 
 def test_a_forward_of_another_gpu_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    register_attention("x_flash", forward=forward, features=Features(min_capability=(10, 0)))
+    register_attention("x_flash", forward=ForwardSpec(forward, Features(min_capability=(10, 0))))
     kernel = registered_attention()["x_flash"].kernel
     environment = Environment(packages={}, devices=(Device("NVIDIA H100", (9, 0)),))
     with pytest.raises(kernel_compat.KernelUnavailableError, match="x_flash"):

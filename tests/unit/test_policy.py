@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kernel_compat
-from kernel_compat import Device, Environment, KernelUnavailableError, UnsupportedFeatureError, policy
+from kernel_compat import Device, Environment, ForwardSpec, KernelUnavailableError, UnsupportedFeatureError, policy
 from kernel_compat.errors import UnknownNameError
 from kernel_compat.policy import (
     LADDER,
@@ -63,6 +63,14 @@ def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in kernel_compat.known_kernels().values():
         monkeypatch.setattr(kernel, "_features", None)
         monkeypatch.setattr(kernel, "_functions", None)
+
+
+def forward(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError
+
+
+#: Context parallelism by code around the kernel.
+AROUND = ForwardSpec(handles_context_parallel=True)
 
 
 class Attention:
@@ -313,7 +321,7 @@ class TestResolvePreload:
         assert any("sdpa instead of" in reason and "cp_size=2" in reason for reason in found.reasons)
 
     def test_names_that_handle_context_parallelism(self) -> None:
-        kernel_compat.register_attention("my_flash", kernel="flash_attention_2", handles_context_parallel=True)
+        kernel_compat.register_attention("my_flash", kernel="flash_attention_2", forward=AROUND)
         found = plan("my_flash", cp_size=2)
         assert found.attn_implementation == "my_flash"
         assert any("registered as handling context parallelism" in reason for reason in found.reasons)
@@ -370,11 +378,9 @@ class TestResolvePreload:
         assert "by position_ids alone, with use_cache=False and without an attention_mask" in reason
 
     def test_packed_sequences_under_context_parallelism(self) -> None:
-        def forward() -> None: ...
-
         register = kernel_compat.register_attention
-        register("my_flash", "flash_attention_2", handles_context_parallel=True)
-        register("dense_flash", forward=forward, features={"backward"}, handles_context_parallel=True)
+        register("my_flash", "flash_attention_2", forward=AROUND)
+        register("dense_flash", forward=ForwardSpec(forward, {"backward"}, handles_context_parallel=True))
         register("spread_flash", "flash_attention_2", sequence_parallel=True)
         for name in ("flash_attention_2", "dense_flash", "sdpa", None):
             with pytest.raises(ValueError, match="packed sequences can't be split.*cp_size=2"):
@@ -384,10 +390,10 @@ class TestResolvePreload:
                 found = plan(name, packed_sequence=packed, cp_size=2)
                 assert (found.attn_implementation, found.sdpa_backends) == (name, None)
 
-    @pytest.mark.parametrize("options", [{"sequence_parallel": True}, {"handles_context_parallel": True}])
-    def test_a_name_over_ranks_is_not_replaced_by_one_within_a_rank(self, options: dict[str, Any]) -> None:
+    @pytest.mark.parametrize("own", [False, True])
+    def test_a_name_over_ranks_is_not_replaced_by_one_within_a_rank(self, own: bool) -> None:
         register = kernel_compat.register_attention
-        register("spread_flash", forward=lambda: None, features={"backward"}, **options)
+        register("spread_flash", forward=ForwardSpec(forward, {"backward"}, own), sequence_parallel=not own)
         register("other_flash", "flash_attention_2", sequence_parallel=True)
         here = environment(*ALL, devices=(H100,))
 
@@ -397,14 +403,12 @@ class TestResolvePreload:
         assert next_fallback("spread_flash") is None
         prefer = ["sdpa", "other_flash"]
         assert [step.name for step in ladder("spread_flash", here, prefer=prefer)] == ["spread_flash", "other_flash"]
-        register("first_flash", "flash_attention_4", **options)
+        register("first_flash", "flash_attention_4", ForwardSpec(None, None, own), sequence_parallel=not own)
         assert next_fallback("first_flash", prefer=prefer) == "other_flash"
 
     def test_the_features_of_a_forward_decide(self) -> None:
-        def forward() -> None: ...
-
-        kernel_compat.register_attention("magi_flash", forward=forward, features={"varlen", "backward"})
-        kernel_compat.register_attention("dense_flash", forward=forward, features={"backward"})
+        kernel_compat.register_attention("magi_flash", forward=ForwardSpec(forward, {"varlen", "backward"}))
+        kernel_compat.register_attention("dense_flash", forward=ForwardSpec(forward, {"backward"}))
         here = environment(*ALL, devices=(H100,))
         assert plan("magi_flash", here, packed_sequence=True).attn_implementation == "magi_flash"
         assert plan("dense_flash", here, packed_sequence=True).attn_implementation == "flash_attention_4"
@@ -515,7 +519,7 @@ class TestVerifySdpa:
             verify_context_parallel(Model(name), 2)
 
     def test_a_name_that_handles_it(self) -> None:
-        kernel_compat.register_attention("my_flash", kernel="flash_attention_2", handles_context_parallel=True)
+        kernel_compat.register_attention("my_flash", kernel="flash_attention_2", forward=AROUND)
         verify_context_parallel(Old("my_flash"), 2)
         kernel_compat.unregister_attention("my_flash")
         kernel_compat.register_attention("my_flash", kernel="flash_attention_2")

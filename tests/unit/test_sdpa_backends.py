@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kernel_compat.models import assert_same_signature
+from kernel_compat.patching.wrapping import assert_same_signature
 
 
 class Unequal:

@@ -345,13 +345,12 @@ def test_a_group_that_is_not_there_yet() -> None:
     spread(CAUSAL, *qkv(), None)
 
 
-@pytest.mark.parametrize("registered", [True, None])
-def test_registered(registered: bool | None) -> None:
+def test_registered() -> None:
     register: Callable[..., None] = kernel_compat.register_attention
     try:
-        register("my_flash", "flash_attention_reference", sequence_parallel=registered)
+        register("my_flash", "flash_attention_reference", sequence_parallel=True)
         register("my_flash", "flash_attention_reference", sequence_parallel=True)  # the same
-        assert kernel_compat.registered_attention()["my_flash"].sequence_parallel is None
+        assert kernel_compat.registered_attention()["my_flash"].spread_over is True
         with pytest.raises(ValueError, match="is registered already"):
             register("my_flash", "flash_attention_reference")
     finally:

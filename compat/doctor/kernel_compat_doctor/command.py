@@ -32,18 +32,18 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
         names = [canonicalize_name(name, validate=True) for name in arguments.packages]
     except InvalidName as error:
         raise BadArgumentsError(str(error)) from None
-    found = diagnose(list(dict.fromkeys(names)))
+    diagnosis = diagnose(list(dict.fromkeys(names)))
     return {
-        "ok": found.ok,
-        "environment": found.environment,
-        "torch": _torch(found),
-        "packages": [{**_fields(package), "broken": package.broken} for package in found.packages],
-        "ways": [way for way in ways(found) if not names or way.package in names],
+        "ok": diagnosis.ok,
+        "environment": diagnosis.environment,
+        "torch": _torch(diagnosis),
+        "packages": [{**_fields(package), "broken": package.broken} for package in diagnosis.packages],
+        "ways": [way for way in ways(diagnosis) if not names or way.package in names],
     }
 
 
-def _torch(found: Diagnosis) -> dict[str, Any] | None:
-    torch = found.torch
+def _torch(diagnosis: Diagnosis) -> dict[str, Any] | None:
+    torch = diagnosis.torch
     if torch is None:
         return None
     version = str(torch.version) if torch.version else None
@@ -54,9 +54,9 @@ def _fields(package: Package) -> dict[str, Any]:
     return {name: getattr(package, name) for name in ("name", "version", "folder", "built", "findings")}
 
 
-def show(found: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print the diagnosis."""
-    environment, torch = found["environment"], found["torch"]
+    environment, torch = report["environment"], report["torch"]
     abi = {True: ", the C++11 ABI", False: ", the old C++ ABI", None: ""}
     here = f"torch {torch['version'] or '?'} for {torch['build']}{abi[torch['cxx11_abi']]}" if torch else "no torch"
     print_text(f"Here: Python {environment.python}, {environment.system}, {here}", "bold")
@@ -68,20 +68,20 @@ def show(found: dict[str, Any]) -> None:
             "broken" if package["broken"] else "well",
             built_text(package["built"]),
         )
-        for package in found["packages"]
+        for package in report["packages"]
         if package["folder"]
     ]
     if rows:
         print_table("Extensions of torch", ("package", "version", "state", "built for"), rows)
     else:
         print_text("\nNo extension of torch is installed.")
-    for package in found["packages"]:
+    for package in report["packages"]:
         print_findings(package["findings"])
-    _print_ways(found["ways"])
+    _print_ways(report["ways"])
 
 
 def built_text(built: Built) -> str:
-    """What a package is built for, on one line."""
+    """A `Built` on one line."""
     abi = {True: "C++11 ABI", False: "old C++ ABI", None: ""}
     parts = (
         f"torch {built.torch}" if built.torch else "",
@@ -110,10 +110,10 @@ def print_findings(findings: Sequence[Finding]) -> None:
             print_text(f"  {commands[-1]}")
 
 
-def _print_ways(found: list[Way]) -> None:
-    if found:
+def _print_ways(ways: list[Way]) -> None:
+    if ways:
         print_text("\nWhat can be installed here, the fastest kernel first", "bold")
-    for way in found:
+    for way in ways:
         subject = f"{way.kernel}, {way.package}" if way.kernel else way.package
         print_text(f"{subject}: {way.how}; {way.cost}", "" if way.reasons else "green")
         if way.reasons:

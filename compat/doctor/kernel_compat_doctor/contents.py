@@ -1,4 +1,4 @@
-"""What metadata, imports and other packages say about the files of a package."""
+"""The files of a package, compared with its metadata, with what Python imports, and with other packages."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def copies_of(copies: Sequence[Installed]) -> Iterator[Finding]:
         )
 
 
-def shared_objects(one: Installed) -> Iterator[tuple[str, Path]]:
+def shared_objects(dist: Installed) -> Iterator[tuple[str, Path]]:
     """The names and paths of its shared objects, from its RECORD; without a complete RECORD, also those of its modules."""
-    for name in one.shared_objects:
-        yield name, one.folder / name
-    if one.record is None or one.editable:
-        for module in SOURCES[one.name].modules if one.name in SOURCES else (one.name.replace("-", "_"),):
+    for name in dist.shared_objects:
+        yield name, dist.folder / name
+    if dist.record is None or dist.editable:
+        for module in SOURCES[dist.name].modules if dist.name in SOURCES else (dist.name.replace("-", "_"),):
             for path in _module_files(module):
                 if path.suffix == ".so":
                     yield str(path), path
@@ -67,60 +67,62 @@ def _module_files(module: str) -> list[Path]:
     return [Path(folder, "__init__.py") for folder in spec.submodule_search_locations or ()][:1]
 
 
-def files_of(one: Installed) -> Iterator[Finding]:
-    """What RECORD and the imports say about its files."""
-    command = reinstall(one.name, one.version)
-    if one.name == "flash-attn-cute":
+def files_of(dist: Installed) -> Iterator[Finding]:
+    """Findings about its files: those that RECORD lists and aren't there, and modules that Python imports from elsewhere."""
+    command = reinstall(dist.name, dist.version)
+    if dist.name == "flash-attn-cute":
         problem = "flash-attn-cute is an empty placeholder, not FlashAttention-4"
-        yield Finding(one.name, "", "placeholder", problem, command)
+        yield Finding(dist.name, "", "placeholder", problem, command)
         return
-    if not one.version:
+    if not dist.version:
         problem = (
             "its metadata has no readable version: an install or an uninstall was interrupted, or the file is damaged"
         )
-        yield Finding(one.name, "", "no-metadata", problem, reinstall(one.name))
-    elif one.record is None and not one.editable:
+        yield Finding(dist.name, "", "no-metadata", problem, reinstall(dist.name))
+    elif dist.record is None and not dist.editable:
         problem = "its metadata has no RECORD, so its files aren't known and pip can't remove it"
-        yield Finding(one.name, "", "no-record", problem, command, breaks=False)
-    present = [path for path in one.record or () if not path.endswith((".so", ".pyc")) and not path.startswith("..")]
-    missing = [path for path in present if not os.path.exists(one.folder / path)]  # False for a locked folder
+        yield Finding(dist.name, "", "no-record", problem, command, breaks=False)
+    present = [path for path in dist.record or () if not path.endswith((".so", ".pyc")) and not path.startswith("..")]
+    missing = [path for path in present if not os.path.exists(dist.folder / path)]  # False for a locked folder
     if missing:
         problem = f"files are missing: {len(missing)} of {len(present)}"
-        needless = one.name == "flash-attn" and all(path.startswith(_CUTE) for path in missing)
-        yield Finding(one.name, missing[0], "missing-file", problem, command, breaks=not needless)
-    for module in SOURCES[one.name].modules if one.name in SOURCES else ():
+        needless = dist.name == "flash-attn" and all(path.startswith(_CUTE) for path in missing)
+        yield Finding(dist.name, missing[0], "missing-file", problem, command, breaks=not needless)
+    for module in SOURCES[dist.name].modules if dist.name in SOURCES else ():
         files = _module_files(module)
-        listed = [path for path in one.record or () if path.startswith((f"{module}/", f"{module}."))]
-        if module.endswith("_cuda") and not files and not listed and one.record is not None and not one.editable:
+        listed = [path for path in dist.record or () if path.startswith((f"{module}/", f"{module}."))]
+        if module.endswith("_cuda") and not files and not listed and dist.record is not None and not dist.editable:
             problem = f"it has no module {module}: it was built without CUDA"
             yield Finding(
-                one.name, "", "missing-file", problem, reinstall(one.name, one.version, rebuild=True, force=True)
+                dist.name, "", "missing-file", problem, reinstall(dist.name, dist.version, rebuild=True, force=True)
             )
-        elif files and listed and not _is_inside(files[0], one.folder):
+        elif files and listed and not _is_inside(files[0], dist.folder):
             problem = f"import {module} finds {files[0]}, which isn't the installed one"
             yield Finding(
-                one.name, listed[0], "shadowed", problem, f"# start Python elsewhere, or remove {files[0].parent}"
+                dist.name, listed[0], "shadowed", problem, f"# start Python elsewhere, or remove {files[0].parent}"
             )
 
 
-def hidden(one: Installed) -> Iterator[Finding]:
-    """Its packages that Python doesn't find, because another package of their name is in another folder of sys.path."""
-    record = {} if one.editable else one.record or {}
+def hidden(dist: Installed) -> Iterator[Finding]:
+    """Packages of a distribution that Python doesn't find: another folder of sys.path has a package of the same name."""
+    record = {} if dist.editable else dist.record or {}
     files = [path for path in record if path.endswith((".py", ".so")) and not path.startswith("..")]
     packages = {path.rpartition("/")[0].replace("/", ".") for path in files}
-    shadowed: list[str] = list(SOURCES[one.name].modules) if one.name in SOURCES else []  # `files_of` looks for them
+    shadowed: list[str] = list(SOURCES[dist.name].modules) if dist.name in SOURCES else []  # `files_of` looks for them
     well: set[str] = set()
     for name in sorted(filter(_is_package, packages), key=lambda name: (name.count("."), name)):
         top = name.partition(".")[0]
         if top in well or any(name == known or name.startswith(f"{known}.") for known in shadowed):
             continue
-        if len(package_folders(top)) == 1 and not hider_of(one.name, one.version, str(one.folder), lambda: record, top):
+        if len(package_folders(top)) == 1 and not hider_of(
+            dist.name, dist.version, str(dist.folder), lambda: record, top
+        ):
             well.add(top)  # one folder has all of it
-        elif hider := hider_of(one.name, one.version, str(one.folder), lambda: record, name):
+        elif hider := hider_of(dist.name, dist.version, str(dist.folder), lambda: record, name):
             shadowed.append(name)
             file = next(path for path in files if path.startswith(f"{name.replace('.', '/')}/"))
             problem = f"{hider}: `import {name}` fails, or finds another one"
-            yield Finding(one.name, file, "shadowed", problem, hider.command)
+            yield Finding(dist.name, file, "shadowed", problem, hider.command)
 
 
 def _is_package(name: str) -> bool:
@@ -128,33 +130,33 @@ def _is_package(name: str) -> bool:
 
 
 def overwritten(
-    one: Installed, everything: Mapping[str, Sequence[Installed]], environment: Environment
+    dist: Installed, everything: Mapping[str, Sequence[Installed]], environment: Environment
 ) -> Iterator[Finding]:
-    """FlashAttention-2 and -4 share the folder flash_attn; other packages may share files too."""
-    for other in (copies[0] for name, copies in everything.items() if name != one.name):
-        shared = set(one.record or ()) & set(other.record or ())
-        lost = sorted(path for path in shared if _is_overwritten(one, other, path))
+    """Files of a distribution that another one has overwritten. FlashAttention-2 and -4 share the folder flash_attn."""
+    for other in (copies[0] for name, copies in everything.items() if name != dist.name):
+        shared = set(dist.record or ()) & set(other.record or ())
+        lost = sorted(path for path in shared if _is_overwritten(dist, other, path))
         if not lost:
             continue
         files = f"{len(lost)} of its files" if len(lost) > 1 else "one of its files"
-        if one.name == "flash-attn" and all(path.startswith(_CUTE) for path in lost):
+        if dist.name == "flash-attn" and all(path.startswith(_CUTE) for path in lost):
             problem = f"{other.name} has replaced {files}, as it should: FlashAttention-2 doesn't use them"
             command = f"# after `pip uninstall flash-attn`: {reinstall(other.name, other.version)}"
-            yield Finding(one.name, lost[0], "overwritten", problem, command, breaks=False)
+            yield Finding(dist.name, lost[0], "overwritten", problem, command, breaks=False)
         else:
             problem = f"{other.name} {other.version} has overwritten {files}"
-            yield Finding(one.name, lost[0], "overwritten", problem, reinstall(one.name, one.version))
-    old_cute = one.name == "flash-attn" and any(path.startswith(_CUTE) for path in one.record or ())
+            yield Finding(dist.name, lost[0], "overwritten", problem, reinstall(dist.name, dist.version))
+    old_cute = dist.name == "flash-attn" and any(path.startswith(_CUTE) for path in dist.record or ())
     if old_cute and "flash-attn-4" not in everything and "nvidia-cutlass-dsl" in environment.packages:
         problem = (
             "its flash_attn.cute is an old copy, not FlashAttention-4, and fails with newer releases of nvidia-cutlass-dsl: "
             "code that imports it to look for FlashAttention-4 fails (NVIDIA/Megatron-LM#6964)"
         )
         command = "pip install --pre flash-attn-4"
-        yield Finding(one.name, f"{_CUTE}__init__.py", "old-cute", problem, command, breaks=False)
+        yield Finding(dist.name, f"{_CUTE}__init__.py", "old-cute", problem, command, breaks=False)
 
 
-def _is_overwritten(one: Installed, other: Installed, path: str) -> bool:
-    mine, theirs = (one.record or {})[path], (other.record or {})[path]
-    file = one.folder / path
+def _is_overwritten(dist: Installed, other: Installed, path: str) -> bool:
+    mine, theirs = (dist.record or {})[path], (other.record or {})[path]
+    file = dist.folder / path
     return mine != theirs and os.path.exists(file) and not is_recorded(file, mine) and is_recorded(file, theirs)

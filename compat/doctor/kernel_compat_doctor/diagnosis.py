@@ -29,7 +29,7 @@ _OPTIONAL = re.compile(r"torchaudio/lib/\w*sox|torio/lib/\w*ffmpeg")
 
 @dataclass(frozen=True)
 class Built:
-    """What a package is built for, as far as its files say.
+    """The torch, CUDA, C++ ABI, Python and GPUs that a package is built for, as far as its files tell.
 
     Attributes:
         torch: releases of torch, e.g. ``2.11 to 2.12``; empty if unknown.
@@ -106,11 +106,11 @@ def diagnose(names: Collection[str] = (), environment: Environment | None = None
     """
     environment = Environment.detect(names) if environment is None else environment
     torch = LibTorch.find(environment)
-    found = installed(names)
-    everything = found if not names else installed(SOURCES)
+    distributions = installed(names)
+    everything = distributions if not names else installed(SOURCES)
     packages = []
-    for name in dict.fromkeys((*names, *found)):
-        copies = found.get(name, [])
+    for name in dict.fromkeys((*names, *distributions)):
+        copies = distributions.get(name, [])
         package = _diagnose(copies, everything, torch, environment) if copies else _absent(name)
         if package.extends_torch or name in names:
             packages.append(package)
@@ -118,7 +118,7 @@ def diagnose(names: Collection[str] = (), environment: Environment | None = None
 
 
 def findings_of(distribution: str, environment: Environment) -> list[Finding]:
-    """What is wrong with one distribution: a `kernel_compat.gates.Diagnose`."""
+    """The findings of one distribution: a `kernel_compat.gates.Diagnose`."""
     return [finding for package in diagnose([distribution], environment).packages for finding in package.findings]
 
 
@@ -133,35 +133,37 @@ def _diagnose(
     torch: LibTorch | None,
     environment: Environment,
 ) -> Package:
-    one = copies[0]
-    findings = [*copies_of(copies), *files_of(one), *hidden(one), *overwritten(one, everything, environment)]
-    built, extends = Built(), one.name in SOURCES or one.requires_torch is not None
+    dist = copies[0]
+    findings = [*copies_of(copies), *files_of(dist), *hidden(dist), *overwritten(dist, everything, environment)]
+    built, extends = Built(), dist.name in SOURCES or dist.requires_torch is not None
     if platform.system() == "Linux":
-        paths = dict(shared_objects(one))
+        paths = dict(shared_objects(dist))
         siblings = {path.name: path for path in paths.values()}
-        extends = one.name in SOURCES or (extends and bool(paths))
+        extends = dist.name in SOURCES or (extends and bool(paths))
         of_torch: dict[str, SharedObject] = {}
         by_file: dict[str, list[Finding]] = {}
         for name, path in paths.items():
             try:
                 file = read(path)
             except BrokenFileError as error:
-                by_file[name] = [_finding(one, name, error.cause, str(error), torch)]
+                by_file[name] = [_finding(dist, name, error.cause, str(error), torch)]
                 continue
             if file.of_torch:
                 of_torch[name] = file
                 wrong = disagreements(path, file, torch, siblings)
-                by_file[name] = [_finding(one, name, found.cause, found.problem, torch) for found in wrong]
+                by_file[name] = [
+                    _finding(dist, name, disagreement.cause, disagreement.problem, torch) for disagreement in wrong
+                ]
         extends = extends or bool(of_torch)
         findings += _of_variants(by_file)
-        findings += _gpus(one, of_torch, torch, environment)
-        built = _built(one.claim, of_torch)
-        findings += _claim(one, torch, findings)
-    return Package(one.name, one.version, str(one.folder), built, tuple(findings), extends)
+        findings += _gpus(dist, of_torch, torch, environment)
+        built = _built(dist.claim, of_torch)
+        findings += _claim(dist, torch, findings)
+    return Package(dist.name, dist.version, str(dist.folder), built, tuple(findings), extends)
 
 
 def _of_variants(by_file: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
-    """The findings of files, without those of variants of which one is well.
+    """The findings of files; none for the variants of a file if one of them loads.
 
     Some packages have a file for each release of another library, named for it, as torchcodec has for FFmpeg. A package with a file
     for each release of torch, as torch-c-dlpack-ext, does without on a torch that it has none for.
@@ -171,19 +173,19 @@ def _of_variants(by_file: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
         module = name.partition(".")[0] if python_of(name) else ""
         groups.setdefault(module or re.sub(r"\d+", "#", name), []).append(name)
     for key, names in groups.items():
-        found = [by_file[name] for name in names]
+        variants = [by_file[name] for name in names]
         same_module = len(names) > 1 and bool(python_of(names[0]))
         if len(names) < 3 and not same_module:
-            yield from (finding for findings in found for finding in findings)
-        elif all(found) and "torch#" not in key:
-            last = found[-1][0]
+            yield from (finding for several in variants for finding in several)
+        elif all(variants) and "torch#" not in key:
+            last = variants[-1][0]
             yield replace(last, problem=f"of its {len(names)} variants none loads here: {last.problem}")
 
 
-def _finding(one: Installed, file: str, cause: str, problem: str, torch: LibTorch | None) -> Finding:
-    foreign = not (one.name in SOURCES or one.compiled)
+def _finding(dist: Installed, file: str, cause: str, problem: str, torch: LibTorch | None) -> Finding:
+    foreign = not (dist.name in SOURCES or dist.compiled)
     if cause == "torch-missing":
-        command = f"pip install {shlex.quote(f'torch{one.requires_torch or str()}')}"
+        command = f"pip install {shlex.quote(f'torch{dist.requires_torch or str()}')}"
     elif cause == "torch-build":
         command = (
             "pip install --force-reinstall torch  # the build for this GPU: https://pytorch.org/get-started/locally"
@@ -191,35 +193,35 @@ def _finding(one: Installed, file: str, cause: str, problem: str, torch: LibTorc
     elif cause == "library" and foreign:
         command = "# install that library: the system's package manager or the package's own documentation has it"
     elif cause in ("missing-file", "unreadable", "empty", "truncated", "damaged", "not-elf"):
-        command = reinstall(one.name, one.version)
-    elif foreign and torch and cause in ("cuda", "cxx11-abi", "torch-version") and not one.refuses(torch.version):
+        command = reinstall(dist.name, dist.version)
+    elif foreign and torch and cause in ("cuda", "cxx11-abi", "torch-version") and not dist.refuses(torch.version):
         # The index has one wheel of a version, which is the installed one.
-        command = f"# install a build of {one.name} for {torch} and {torch.build}: its documentation says which"
+        command = f"# install a build of {dist.name} for {torch} and {torch.build}: its documentation says which"
     else:
-        published = bool(one.claim and torch and (one.claim.torch, one.claim.cuda) == (torch.minor, torch.cuda))
-        command = _rebuild(one, torch, force=published or cause == "glibc")
+        published = bool(dist.claim and torch and (dist.claim.torch, dist.claim.cuda) == (torch.minor, torch.cuda))
+        command = _rebuild(dist, torch, force=published or cause == "glibc")
     # A wheel for this interpreter loads a file of another one by its path, as torchao does, or not at all.
-    optional = (cause == "python" and one.for_this_python) or (cause == "library" and bool(_OPTIONAL.match(file)))
-    return Finding(one.name, file, cause, problem, command, breaks=not optional)
+    optional = (cause == "python" and dist.for_this_python) or (cause == "library" and bool(_OPTIONAL.match(file)))
+    return Finding(dist.name, file, cause, problem, command, breaks=not optional)
 
 
 def _rebuild(
-    one: Installed, torch: LibTorch | None, *, force: bool = False, capability: tuple[int, int] | None = None
+    dist: Installed, torch: LibTorch | None, *, force: bool = False, capability: tuple[int, int] | None = None
 ) -> str:
     return reinstall(
-        one.name,
-        one.version if capability is None else "",  # an older one may not know the GPU
+        dist.name,
+        dist.version if capability is None else "",  # an older one may not know the GPU
         torch=torch,
         rebuild=True,
         force=force,
-        compiled=one.compiled,
-        refuses=torch is not None and one.refuses(torch.version),
+        compiled=dist.compiled,
+        refuses=torch is not None and dist.refuses(torch.version),
         capability=capability,
     )
 
 
 def _gpus(
-    one: Installed, files: Mapping[str, SharedObject], torch: LibTorch | None, environment: Environment
+    dist: Installed, files: Mapping[str, SharedObject], torch: LibTorch | None, environment: Environment
 ) -> Iterator[Finding]:
     code: set[GpuCode] = set().union(*(file.gpu_code for file in files.values()))
     if not code:
@@ -229,25 +231,25 @@ def _gpus(
         if runs_on(code, capability):
             continue
         problem = f"it has code for {targets_text(code)}, none of which runs on {device}"
-        if instead := _instead(one.name, device):
+        if instead := _instead(dist.name, device):
             problem, command = f"{problem}. {instead}", ""
         else:
-            command = _rebuild(one, torch, capability=capability)
+            command = _rebuild(dist, torch, capability=capability)
         file = next(name for name, file in files.items() if file.gpu_code)
-        yield Finding(one.name, file, "gpu", problem, command)
+        yield Finding(dist.name, file, "gpu", problem, command)
 
 
 def _instead(distribution: str, device: Device) -> str:
     """A sentence that names the kernels for a GPU which no version of a package supports; empty if one does."""
-    there = Environment(packages={"torch": ""}, imports={"torch": ("torch",)}, devices=(device,))
+    environment = Environment(packages={"torch": ""}, imports={"torch": ("torch",)}, devices=(device,))
     packages = [package for kernel in CATALOG.values() for package in kernel if package.distribution == distribution]
-    reasons = [reason for package in packages for reason in package.no_device_because(there)]
+    reasons = [reason for package in packages for reason in package.no_device_because(environment)]
     build = SOURCES[distribution].build if distribution in SOURCES else None
     if not reasons and build is not None and build.target(device.capability) is None:
         reasons = [f"its build has code for {', '.join(f'sm_{value}' for value in build.architectures[1])} alone"]
     if not reasons:
         return ""
-    names = ", ".join(kernels_with(lambda package, features: package.bundled, there))
+    names = ", ".join(kernels_with(lambda package, features: package.bundled, environment))
     return f"No build has: {reasons[0]}. Kernels that run there: {names}"
 
 
@@ -263,13 +265,13 @@ def _built(claim: Claim | None, files: Mapping[str, SharedObject]) -> Built:
     )
 
 
-def _claim(one: Installed, torch: LibTorch | None, findings: Sequence[Finding]) -> Iterator[Finding]:
-    """A wheel for another torch whose symbols are all there, as far as names tell."""
-    claim = one.claim
+def _claim(dist: Installed, torch: LibTorch | None, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """A note on a wheel whose name says that it is for another torch, although this one has all its symbols."""
+    claim = dist.claim
     if claim is None or torch is None or any(finding.breaks for finding in findings):
         return
     if torch.minor and claim.torch != torch.minor:
         problem = (
             f"it says that it is built for torch {claim.torch}, and this is {torch}: it may compute wrong or crash"
         )
-        yield replace(_finding(one, "", "claim", problem, torch), breaks=False)
+        yield replace(_finding(dist, "", "claim", problem, torch), breaks=False)

@@ -33,7 +33,7 @@ _NOT_EXTENSIONS = re.compile(r"torch$|triton$|nvidia-|cuda-|numpy$|pillow$")
 
 @dataclass(frozen=True)
 class Claim:
-    """What the version or the file name of a wheel says it is built for."""
+    """The torch, CUDA and C++ ABI that the version or the file name of a wheel names."""
 
     torch: str
     cuda: int
@@ -50,7 +50,7 @@ class Installed:
         folder: the folder that its files are in.
         record: its files with their hashes, as RECORD lists them; None without a readable RECORD.
         requires_torch: the versions of torch that its metadata asks for; None if it doesn't ask for torch.
-        claim: what it says it is built for.
+        claim: the torch, CUDA and C++ ABI that it names.
         editable: whether its files stay in a source folder.
         compiled: whether it was compiled on a machine like this, as the tag of its wheel says, and isn't from an index.
         for_this_python: whether the tags of its wheel are for this interpreter.
@@ -73,8 +73,8 @@ class Installed:
 
     def refuses(self, torch: Version | None) -> bool:
         """Whether its metadata asks for another torch."""
-        asked = self.requires_torch
-        return asked is not None and torch is not None and not within(torch, asked)
+        versions = self.requires_torch
+        return versions is not None and torch is not None and not within(torch, versions)
 
 
 def installed(names: Collection[str] = ()) -> dict[str, list[Installed]]:
@@ -84,7 +84,7 @@ def installed(names: Collection[str] = ()) -> dict[str, list[Installed]]:
         names: normalized names to look for. By default: distributions with a shared object, the ones in `SOURCES`, and distributions that
             require torch and have no complete RECORD.
     """
-    found: dict[str, list[Installed]] = {}
+    by_name: dict[str, list[Installed]] = {}
     seen: set[tuple[str, str, str]] = set()
     for dist in importlib.metadata.distributions():
         headers = (_text(dist, "METADATA") or _text(dist, "PKG-INFO")).partition("\n\n")[0]
@@ -92,18 +92,18 @@ def installed(names: Collection[str] = ()) -> dict[str, list[Installed]]:
         if not name or (name not in names if names else name not in SOURCES and _NOT_EXTENSIONS.match(name)):
             continue
         record = _text(dist, "RECORD")
-        one = _installed(dist, name, headers, record)
-        unlisted = one.requires_torch is not None and (one.record is None or one.editable)
+        entry = _installed(dist, name, headers, record)
+        unlisted = entry.requires_torch is not None and (entry.record is None or entry.editable)
         if not (names or name in SOURCES or ".so," in record or unlisted):
             continue
-        key = (name, one.version, os.path.realpath(one.folder))
+        key = (name, entry.version, os.path.realpath(entry.folder))
         if key not in seen:
             seen.add(key)
-            found.setdefault(name, []).append(one)
-    for missing in [name for name in names or SOURCES if name not in found]:
+            by_name.setdefault(name, []).append(entry)
+    for missing in [name for name in names or SOURCES if name not in by_name]:
         with suppress(importlib.metadata.PackageNotFoundError):  # found by its folder, where its metadata can't be read
-            found[missing] = [_installed(importlib.metadata.distribution(missing), missing, "", "")]
-    return found
+            by_name[missing] = [_installed(importlib.metadata.distribution(missing), missing, "", "")]
+    return by_name
 
 
 def _text(dist: importlib.metadata.Distribution, file: str) -> str:
@@ -129,9 +129,9 @@ def _installed(dist: importlib.metadata.Distribution, name: str, headers: str, r
     tags = [tag for line in lines if line.count("-") == 2 for tag in parse_tag(line)]
     here = {(tag.interpreter, tag.abi) for tag in sys_tags()} if tags else set()
     version = _header(headers, "Version")
-    said = _CLAIM.search(f"{url} {version}")
+    parts = _CLAIM.search(f"{url} {version}")
     abi = {"true": True, "false": False}
-    claim = said and Claim(said["torch"], int(said["cuda"][:2]), abi.get((said["abi"] or "").lower()))
+    claim = parts and Claim(parts["torch"], int(parts["cuda"][:2]), abi.get((parts["abi"] or "").lower()))
     return Installed(
         name,
         version,

@@ -1,4 +1,4 @@
-"""One shared object against the torch, the interpreter and the machine that are here."""
+"""One shared object, compared with the installed torch, the interpreter and the machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CUDA_LIBRARY = re.compile(r"lib(?:cu|nv|npp)\w+(?:-\w+)?\.so")
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What a file and the machine disagree about; `cause` and `problem` as in a `Finding`."""
+    """Something that a file needs and that isn't so here; `cause` and `problem` as in a `Finding`."""
 
     cause: str
     problem: str
@@ -43,7 +43,7 @@ class Disagreement:
 def disagreements(
     path: Path, file: SharedObject, torch: LibTorch | None, siblings: dict[str, Path]
 ) -> Iterator[Disagreement]:
-    """What a shared object needs and doesn't get here.
+    """The disagreements of a shared object with its surroundings.
 
     Args:
         path: where it is.
@@ -78,8 +78,8 @@ def python_of(name: str) -> str:
     """The Python that an extension module is built for, by its file name; empty if it names none."""
     if ".abi3." in name:
         return "3, stable ABI"
-    found = re.search(r"\.(?:cpython-|cp|pypy)(\d)(\d+)(t?)", name)
-    return f"{found[1]}.{found[2]}{found[3]}" if found else ""
+    version = re.search(r"\.(?:cpython-|cp|pypy)(\d)(\d+)(t?)", name)
+    return f"{version[1]}.{version[2]}{version[3]}" if version else ""
 
 
 def _interpreter(name: str) -> Iterator[Disagreement]:
@@ -101,10 +101,10 @@ def _processor(file: SharedObject) -> Disagreement | None:
 
 def _c_library(file: SharedObject) -> Iterator[Disagreement]:
     try:
-        found = re.fullmatch(r"glibc (\d+)\.(\d+).*", os.confstr("CS_GNU_LIBC_VERSION") or "")
+        version = re.fullmatch(r"glibc (\d+)\.(\d+).*", os.confstr("CS_GNU_LIBC_VERSION") or "")
     except (AttributeError, OSError, ValueError):
-        found = None
-    if found and file.glibc and file.glibc > (here := (int(found[1]), int(found[2]))):
+        version = None
+    if version and file.glibc and file.glibc > (here := (int(version[1]), int(version[2]))):
         yield Disagreement(
             "glibc", "it needs glibc {}.{} or later, and this system has {}.{}".format(*file.glibc, *here)
         )

@@ -1,4 +1,4 @@
-"""What the doctor says."""
+"""A finding: something that is wrong with an installed package, and the command that mends it."""
 
 from __future__ import annotations
 

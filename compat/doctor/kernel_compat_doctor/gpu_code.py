@@ -64,7 +64,7 @@ class GpuCode:
 
 def runs_on(code: Iterable[GpuCode], capability: tuple[int, int]) -> bool:
     """Whether any of the code runs on a GPU of this compute capability."""
-    return any(one.runs_on(capability) for one in code)
+    return any(binary.runs_on(capability) for binary in code)
 
 
 def targets_text(code: Iterable[GpuCode]) -> str:

@@ -1,4 +1,4 @@
-"""The installed torch, as its files say: nothing of it is imported."""
+"""The installed torch, read from its files: nothing of it is imported."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ class LibTorch:
         folders = list(spec.submodule_search_locations or ()) if spec is not None else []
         if not folders:
             return None
-        there = [Path(name) for name in glob(f"{escape(folders[0])}/lib/lib*.so") if _defines(os.path.basename(name))]
-        there = [path for path in there if os.path.isfile(path)]
+        paths = [Path(name) for name in glob(f"{escape(folders[0])}/lib/lib*.so") if _defines(os.path.basename(name))]
+        paths = [path for path in paths if os.path.isfile(path)]
         # The largest last: most symbols are found before it is read.
-        return cls(environment.version("torch"), tuple(sorted(there, key=lambda path: path.stat().st_size)))
+        return cls(environment.version("torch"), tuple(sorted(paths, key=lambda path: path.stat().st_size)))
 
     def __str__(self) -> str:
         return f"torch {self.version}" if self.version else "torch of an unknown version"
@@ -98,7 +98,7 @@ class LibTorch:
 
     @property
     def build(self) -> str:
-        """What it is built for, in words."""
+        """The devices that it is built for, in words."""
         if not self.has("libc10.so"):
             return "an unknown device"
         return f"CUDA {self.cuda}" if self.cuda else "AMD GPUs" if self.rocm else "the CPU alone"
@@ -126,7 +126,7 @@ def _defines(name: str) -> bool:
 
 def cuda_major(needed: Iterable[str]) -> int | None:
     """The major version of the CUDA runtime among the libraries that a shared object needs."""
-    return next((int(found[1]) for found in map(_CUDA_RUNTIME.fullmatch, _plain(needed)) if found), None)
+    return next((int(match[1]) for match in map(_CUDA_RUNTIME.fullmatch, _plain(needed)) if match), None)
 
 
 def _plain(names: Iterable[str]) -> Iterable[str]:

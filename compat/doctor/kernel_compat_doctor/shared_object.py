@@ -1,4 +1,4 @@
-"""A shared object as the dynamic loader sees it: what it needs, what it lacks, and the GPU code it carries."""
+"""A shared object as the dynamic loader sees it: the libraries and symbols that it needs, and its GPU code."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class BrokenFileError(Exception):
 
 @dataclass(frozen=True)
 class SharedObject:
-    """What the ELF headers of a shared object say.
+    """The ELF headers of a shared object.
 
     Attributes:
         machine: the processor, as ELF names it, e.g. ``EM_X86_64``.
@@ -97,8 +97,8 @@ def read(path: Path) -> SharedObject:
     except ELFParseError:
         raise BrokenFileError("truncated", "it is cut off: its ELF headers point beyond its end") from None
     except Exception as error:  # a damaged file may hold any bytes, and pyelftools raises what they lead to
-        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise BrokenFileError("damaged", f"its ELF headers are damaged ({why})") from None
+        cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise BrokenFileError("damaged", f"its ELF headers are damaged ({cause})") from None
 
 
 def _check_head(head: bytes) -> None:
@@ -106,9 +106,9 @@ def _check_head(head: bytes) -> None:
         raise BrokenFileError("empty", "it is empty")
     if head.startswith(b"\x7fELF"):
         return
-    for start, what in _OTHERS.items():
+    for start, kind in _OTHERS.items():
         if head.startswith(start):
-            raise BrokenFileError("not-elf", f"it is {what}")
+            raise BrokenFileError("not-elf", f"it is {kind}")
     raise BrokenFileError("not-elf", "it is not an ELF file")
 
 
@@ -128,9 +128,9 @@ def _read(path: Path, stream: BinaryIO, file: mmap) -> SharedObject:
         for folder in entry.split(":")
         if folder
     ]
-    found = SharedObject(elf["e_machine"], elf.elfclass, needed, tuple(search), (), None, frozenset())
-    if not found.of_torch:
-        return found
+    headers = SharedObject(elf["e_machine"], elf.elfclass, needed, tuple(search), (), None, frozenset())
+    if not headers.of_torch:
+        return headers
     # The section is read in a third of the time; a stripped file has the segment alone.
     table: Any = elf.get_section_by_name(".dynsym") or dynamic
     symbols = tuple(
@@ -141,8 +141,9 @@ def _read(path: Path, stream: BinaryIO, file: mmap) -> SharedObject:
         and _OF_TORCH.match(symbol.name)
     )
     sections = [section for name in SECTIONS if (section := elf.get_section_by_name(name)) is not None]
-    code = frozenset(one for at in sections for one in gpu_code(file, at["sh_offset"], at["sh_offset"] + at["sh_size"]))
-    return SharedObject(found.machine, found.bits, needed, found.search, symbols, _glibc(elf), code)
+    bounds = [(section["sh_offset"], section["sh_offset"] + section["sh_size"]) for section in sections]
+    code = frozenset(target for start, end in bounds for target in gpu_code(file, start, end))
+    return SharedObject(headers.machine, headers.bits, needed, headers.search, symbols, _glibc(elf), code)
 
 
 def _dynamic(elf: ELFFile) -> DynamicSegment | None:
@@ -150,8 +151,8 @@ def _dynamic(elf: ELFFile) -> DynamicSegment | None:
 
 
 def _values(dynamic: DynamicSegment, tag: str, attribute: str) -> Iterator[str]:
-    for one in dynamic.iter_tags(tag):
-        yield getattr(one, attribute)
+    for entry in dynamic.iter_tags(tag):
+        yield getattr(entry, attribute)
 
 
 def _glibc(elf: ELFFile) -> tuple[int, int] | None:
@@ -159,7 +160,9 @@ def _glibc(elf: ELFFile) -> tuple[int, int] | None:
     if section is None:
         return None
     names = (version.name for _, versions in section.iter_versions() for version in versions)
-    return max(((int(found[1]), int(found[2])) for found in map(_GLIBC.fullmatch, names) if found), default=None)
+    return max(
+        ((int(version[1]), int(version[2])) for version in map(_GLIBC.fullmatch, names) if version), default=None
+    )
 
 
 def needed_by(library: Path) -> tuple[str, ...]:

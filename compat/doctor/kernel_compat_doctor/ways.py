@@ -1,4 +1,4 @@
-"""What can be installed on this machine, the fastest kernel first, and each kernel by its fastest way.
+"""The ways to install kernels on this machine: the fastest kernel first, and each kernel by its fastest way first.
 
 No network: which wheels exist is stated as far as it is known, and by their file names.
 """
@@ -26,7 +26,7 @@ __all__ = ["Machine", "Way", "ways"]
 
 @dataclass(frozen=True)
 class Machine:
-    """What a build has to work with.
+    """The cores, the memory and the compilers that a build can use.
 
     Attributes:
         cores: the cores that this process may use.
@@ -75,22 +75,22 @@ def ways(diagnosis: Diagnosis, machine: Machine | None = None) -> list[Way]:
 
     Args:
         diagnosis: the GPUs, the torch and the packages that are here. A broken package counts as not installed.
-        machine: what a build has to work with; this machine by default.
+        machine: the machine that a build runs on; this one by default.
     """
     machine = Machine.detect() if machine is None else machine
-    found: list[Way] = []
+    ways_here: list[Way] = []
     for kernel, packages in CATALOG.items():
         for package in packages:
             if not package.bundled:
-                found += _ways(kernel, package, package.distribution, diagnosis, machine)
+                ways_here += _ways(kernel, package, package.distribution, diagnosis, machine)
             elif package is TORCH:
                 reasons = package.unavailable_because(diagnosis.environment)
-                found.append(Way(kernel, package.distribution, "nothing to install", "none", "", tuple(reasons)))
-    named = {way.package for way in found} | {"flash-attn-cute"}
+                ways_here.append(Way(kernel, package.distribution, "nothing to install", "none", "", tuple(reasons)))
+    named = {way.package for way in ways_here} | {"flash-attn-cute"}
     for distribution in SOURCES:
         if distribution not in named:
-            found += _ways("", None, distribution, diagnosis, machine)
-    return found
+            ways_here += _ways("", None, distribution, diagnosis, machine)
+    return ways_here
 
 
 def _ways(
@@ -99,7 +99,9 @@ def _ways(
     torch, environment = diagnosis.torch, diagnosis.environment
     source = SOURCES[distribution]
     device = package.no_device_because(environment) if package is not None else []
-    if any(one.name == distribution and one.folder and not one.broken for one in diagnosis.packages):
+    if any(
+        installed.name == distribution and installed.folder and not installed.broken for installed in diagnosis.packages
+    ):
         yield Way(kernel, distribution, "installed", "none", "", tuple(device))
         return
     if source.wheel is not None:
@@ -180,6 +182,6 @@ def _nvcc() -> str:
         return ""
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20, check=False)
-        found = re.search(r"release (\d+\.\d+)", done.stdout)
-        return found[1] if found else ""
+        version = re.search(r"release (\d+\.\d+)", done.stdout)
+        return version[1] if version else ""
     return ""

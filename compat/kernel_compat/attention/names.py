@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from ..environment import Environment
+from ..errors import RenamedWarning
 from ..kernels import Features, Kernel
 from ..versions import within
+from .protocols import AttentionForward, MaskFunction
 from .sequence_parallel.ulysses import default_group, group_source
 
-__all__ = ["UPSTREAM", "AttentionName", "check_name", "upstream_owner"]
+__all__ = ["UPSTREAM", "AttentionName", "ForwardSpec", "check_name", "upstream_owner"]
 
 #: Names that transformers has had itself on any supported release; ``flash_attention_4`` came with 5.4.
 UPSTREAM = frozenset(
@@ -29,6 +32,33 @@ UPSTREAM = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class ForwardSpec:
+    """A forward of your own and what it can do: the `forward` of `register_attention`.
+
+    Examples:
+        >>> from kernel_compat import ForwardSpec, register_attention, unregister_attention
+        >>> def ring(module, query, key, value, attention_mask, **kwargs):
+        ...     raise NotImplementedError
+        >>> forward = ForwardSpec(ring, features={"varlen", "gqa", "backward"}, handles_context_parallel=True)
+        >>> register_attention("my_ring_flash", forward=forward)
+        >>> unregister_attention("my_ring_flash")
+
+    Attributes:
+        function: the forward. None for the library's own, of which `handles_context_parallel` can be declared.
+        features: of the forward: a `Features`, or names of its boolean fields, such as ``{"varlen", "window", "backward"}``; it has
+            no others then. Without them it has those of the name's kernel, and none without a kernel. What chooses an attention, and
+            what checks a model, goes by them.
+        handles_context_parallel: attention under the name is right under context parallelism, because the forward, or code around
+            it, exchanges keys and values between the ranks. `kernel_compat.policy.plan_attention` keeps such a name instead of
+            choosing sdpa.
+    """
+
+    function: AttentionForward | None = None
+    features: Features | Collection[str] | None = None
+    handles_context_parallel: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionName:
     """A registered name. Equal to itself alone: a forward need not be hashable.
@@ -43,19 +73,19 @@ class AttentionName:
         handles_context_parallel: whether it is right under context parallelism.
         padding_free: whether models under it compute padded batches without their padding.
         features: those declared of the forward; None for the kernel's.
-        sequence_parallel: the group that `ulysses` spreads the forward over, None for the default one; False for none.
+        spread_over: the group that `ulysses` is put around the forward for, as it takes it; None for none.
     """
 
     name: str
     kernel: Kernel
-    forward: Callable[..., Any] | None = None
-    mask: Callable[..., Any] | None = None
+    forward: AttentionForward | None = None
+    mask: MaskFunction | None = None
     override: bool = False
     builtin: bool = False
     handles_context_parallel: bool = False
-    sequence_parallel: Any = False
     padding_free: bool = False
     features: Features | None = None
+    spread_over: Any = None
 
     @property
     def supported(self) -> Features:
@@ -63,14 +93,14 @@ class AttentionName:
         return self.features or self.kernel.features
 
     @property
-    def spreads(self) -> bool:
-        """Whether the tokens of a sequence may be spread over ranks."""
-        return self.sequence_parallel is not False or hasattr(self.forward, "ulysses_group")
+    def group(self) -> Any:
+        """The group that the tokens of a sequence may be spread over, as `ulysses` takes it; None for none."""
+        return self.spread_over if self.spread_over is not None else getattr(self.forward, "ulysses_group", None)
 
     @property
-    def group(self) -> Any:
-        """The group that they are spread over, as `ulysses` takes it."""
-        return self.sequence_parallel if self.sequence_parallel is not False else self.forward.ulysses_group  # type: ignore[union-attr]
+    def spreads(self) -> bool:
+        """Whether the tokens of a sequence may be spread over ranks."""
+        return self.group is not None
 
     def is_spread(self) -> bool:
         """Whether they are in calls that are made now: not where a function that returns the group returns None."""
@@ -78,6 +108,15 @@ class AttentionName:
             return False
         source = group_source(self.group)
         return source is default_group or source() is not None
+
+    @property
+    def sequence_parallel(self) -> Any:
+        """Deprecated: `spread_over`, with False for none and None for the default group."""
+        message = "AttentionName.sequence_parallel is now spread_over: None for none, True for the default group"
+        warnings.warn(message, RenamedWarning, stacklevel=2)
+        if self.spread_over is None:
+            return False
+        return None if self.spread_over is True else self.spread_over
 
 
 def check_name(name: object) -> None:

@@ -71,8 +71,8 @@ class AttentionRegistry:
             raise ValueError(
                 "padding_free computes packed sequences, which nothing says of a forward of your own or under sequence parallelism"
             )
-        if entry.sequence_parallel is not False:
-            group_source(entry.sequence_parallel)
+        if entry.spread_over is not None:
+            group_source(entry.spread_over)
         with self._lock:
             previous = self._names.get(name)
             if not entry.override:
@@ -229,8 +229,10 @@ class AttentionRegistry:
             kinds = {id(functions): "attention", id(masks): "mask"}
             return list(
                 dict.fromkeys(
-                    f"the {kinds[id(one.owner)]} function of {one.name!r}" if id(one.owner) in kinds else one.target
-                    for one in self._left
+                    f"the {kinds[id(change.owner)]} function of {change.name!r}"
+                    if id(change.owner) in kinds
+                    else change.target
+                    for change in self._left
                 )
             )
 
@@ -263,7 +265,8 @@ class AttentionRegistry:
             changes = self._changes[name] = changes_of(entry, self.unprotected)
             if self._unsupported:
                 changes = self._changes[name] = [
-                    Change(one.owner, one.name, refusing(partial(refusal, name, self._unsupported))) for one in changes
+                    Change(change.owner, change.name, refusing(partial(refusal, name, self._unsupported)))
+                    for change in changes
                 ]
             make(changes)
             self._entered[name] = entry
@@ -274,6 +277,6 @@ class AttentionRegistry:
         self._left += undo(self._changes.pop(name))
 
 
-def _same(one: AttentionName, other: AttentionName) -> bool:
+def _same(entry: AttentionName, other: AttentionName) -> bool:
     """Whether two names were registered with the same arguments."""
-    return all(getattr(one, field.name) == getattr(other, field.name) for field in fields(AttentionName))
+    return all(getattr(entry, field.name) == getattr(other, field.name) for field in fields(AttentionName))

@@ -31,12 +31,12 @@ def changes_of(entry: AttentionName, unprotected: UnprotectedError | None = None
     functions, masks = tables()
     if unprotected is not None:
         return [Change(table, entry.name, refusing(unprotected.again)) for table in (functions, masks)]
-    in_ranks = entry.sequence_parallel is not False
+    in_ranks = entry.spread_over is not None
     mask = mask_function_of(entry)
     forward = entry.forward or attention_forward(entry.kernel, entry.name, entry.mask is None)
     if in_ranks:
         gathered = entry.forward or attention_forward(entry.kernel, entry.name)
-        forward = spread(gathered, forward, entry.sequence_parallel)
+        forward = spread(gathered, forward, entry.spread_over)
     values = {entry.name: forward}
     # A forward of the user's own isn't bypassed by upstream's, nor is `ulysses`: they have no paged alias.
     if entry.forward is None and not in_ranks and "paged|flash_attention_2" in functions:

@@ -190,7 +190,7 @@ def _unsupported_because(
     try:
         _check_needs(model, environment)
     except UnsupportedFeatureError as error:
-        return error.kernel, str(error)
+        return error.subject, str(error)
     if names and set(requested).isdisjoint(names):
         wanted = " and ".join(map(repr, requested))
         _warn_once(f"{kind} was loaded with {' and '.join(map(repr, names))} instead of {wanted}")
@@ -205,7 +205,8 @@ def _is_refusal(error: Exception, name: str) -> bool:
     if isinstance(error, (KernelUnavailableError, UnsupportedFeatureError)):
         # `load` may apply model patches: their errors name another kernel.
         entry = registered_attention().get(bare)
-        return error.kernel in (name, bare, entry and entry.kernel.name)
+        subject = error.subject if isinstance(error, UnsupportedFeatureError) else error.kernel
+        return subject in (name, bare, entry and entry.kernel.name)
     return _can_refuse(error) and _raised_by_config(error, name)
 
 

@@ -56,7 +56,7 @@ def plan_attention(
 
     - Liger is switched off under tensor, context or expert parallelism: its kernels take one shard for the whole. FSDP and
       pipeline parallelism decide nothing: a layer's weights are whole when it runs.
-    - Context parallelism needs ``sdpa``; names registered with ``handles_context_parallel=True`` or ``sequence_parallel`` are
+    - Context parallelism needs ``sdpa``; names registered with ``sequence_parallel`` or a `ForwardSpec` that handles it are
       kept, for packed sequences too.
     - Packed sequences need a varlen kernel. FlashAttention-2, -3, -4, torch's, a flash attention of the hub and
       registered names are kept; any other name is replaced by the best varlen kernel that can be used and has gradients.
@@ -168,7 +168,8 @@ class _Run(NamedTuple):
             if self.packed and not (handles and takes_packed):
                 raise ValueError(
                     f"packed sequences can't be split over context parallel ranks (cp_size={self.cp}) by {shown}: set "
-                    "cp_size=1, don't pack, or register a name with features={'varlen', ...} and handles_context_parallel=True"
+                    "cp_size=1, don't pack, or register a name with "
+                    "forward=ForwardSpec(forward, features={'varlen', ...}, handles_context_parallel=True)"
                 )
             if handles:
                 reasons.append(f"{name} is kept: it was registered as handling context parallelism.")
@@ -186,7 +187,7 @@ class _Run(NamedTuple):
         elif is_over_ranks(requested):
             raise ValueError(
                 f"{shown} spreads sequences over ranks, and isn't known to take packed ones; any other name would leave each rank to its "
-                "own tokens: don't pack, or register it with features={'varlen', ...}"
+                "own tokens: don't pack, or register it with forward=ForwardSpec(forward, features={'varlen', ...})"
             )
         else:
             name = self._best_packed(name, reasons)
@@ -288,7 +289,7 @@ def verify_context_parallel(model: Any, cp_size: SupportsIndex = 1) -> None:
     model = model if is_class else _unwrapped(model)
     kind = (model if is_class else type(model)).__name__
     parallel = f"context parallelism (cp_size={cp_size})"
-    otherwise = "cp_size=1, or register an attention name with handles_context_parallel=True"
+    otherwise = "cp_size=1, or register an attention name with forward=ForwardSpec(handles_context_parallel=True)"
     registered = registered_attention()
     running = [] if is_class else implementations(model)
     names = [name for name in running if name not in registered or not registered[name].handles_context_parallel]

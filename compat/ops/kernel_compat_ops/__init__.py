@@ -9,6 +9,7 @@ report.undo()
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -55,6 +56,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """The name of releases before 0.3."""
     if name == "Report":
-        warnings.warn("kernel_compat.ops.Report is now BoundOps", RenamedWarning, stacklevel=2)
+        # Public as kernel_compat.ops.Report, whose module looks it up here: the warning is for the line that reads it there.
+        caller = getattr(inspect.currentframe(), "f_back", None)
+        through_core = caller is not None and caller.f_globals.get("__name__") == "kernel_compat.ops"
+        message = "kernel_compat.ops.Report is now BoundOps"
+        warnings.warn(message, RenamedWarning, stacklevel=3 if through_core else 2)
         return BoundOps
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -71,20 +71,20 @@ def apply_ops(model: Any, config: OpsConfig) -> BoundOps:
                     f"{where} has the kernels of {record.config}: undo that before applying {config}{registry}"
                 )
         if "" in inside:
-            found: BoundOps = inside[""]
-            if replaced := found.replaced:
+            applied_before: BoundOps = inside[""]
+            if replaced := applied_before.replaced:
                 raise ValueError(
                     f"replaced since the kernels were applied: {', '.join(replaced)}; undo the report first"
                 )
-            return found
-        from .plan import Plan
+            return applied_before
+        from .binder import Binder
 
         config.require()
-        plan = Plan(model, config.values(), registry=config.registry)
-        plan.make()
+        binder = Binder(model, config.values(), registry=config.registry)
+        binder.bind()
         if proposed is not None:
-            plan.notes.append(f"attn: {proposed!r} is to load a model with, and isn't set in one that is there")
-        report = BoundOps(config, tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes))
+            binder.notes.append(f"attn: {proposed!r} is to load a model with, and isn't set in one that is there")
+        report = BoundOps(config, tuple(binder.bindings), tuple(binder.notes), model, list(binder.changes))
         for path, part in inside.items():
             report.absorb(path, part)
         vars(model)[RECORD] = report
@@ -93,8 +93,8 @@ def apply_ops(model: Any, config: OpsConfig) -> BoundOps:
 
 def applied(model: Any) -> BoundOps | None:
     """The report of the kernels that are bound to a model; None where `apply_ops` has bound none."""
-    found = vars(model).get(RECORD)
-    return found if isinstance(found, BoundOps) and found.model is model else None
+    record = vars(model).get(RECORD)
+    return record if isinstance(record, BoundOps) and record.model is model else None
 
 
 def refusal(model: Any, op: str, value: str) -> str:
@@ -104,7 +104,7 @@ def refusal(model: Any, op: str, value: str) -> str:
         TypeError: not a module, or a compiled one.
     """
     require_module(model)
-    from .plan import refusal
+    from .binder import refusal
 
     return refusal(model, op, value)
 

@@ -59,12 +59,12 @@ class BoundOps:
 
         layers = Layers(self.model)
         paths = {id(module): path for path, module in self.model.named_modules()}
-        found = []
+        overwritten = []
         for change in self._changes:
             path = paths.get(id(change.module), type(change.module).__name__)
             if not change.in_force or layers.around(path):
-                found.append(change.label or f"{path}.{change.attribute}".strip("."))
-        return tuple(dict.fromkeys(found))
+                overwritten.append(change.label or f"{path}.{change.attribute}".strip("."))
+        return tuple(dict.fromkeys(overwritten))
 
     def undo(self) -> None:
         """Restore the attributes that were there before.
@@ -84,14 +84,16 @@ class BoundOps:
                 del vars(self.model)[RECORD]
             self.model = None
             self._changes = undo(self._changes)
-            left = [f"{one.label or one.attribute} of a {type(one.module).__name__}" for one in self._changes]
-        for what in left:
+            left = [
+                f"{change.label or change.attribute} of a {type(change.module).__name__}" for change in self._changes
+            ]
+        for attribute in left:
             warnings.warn(
-                f"{what} has been replaced since apply_ops: it is left as it is", KernelCompatWarning, stacklevel=2
+                f"{attribute} has been replaced since apply_ops: it is left as it is", KernelCompatWarning, stacklevel=2
             )
 
     def absorb(self, path: str, part: BoundOps) -> None:
-        """Take over the report of a part of the model, which was applied before the model's own."""
+        """Take over the report of a part of the model, whose kernels were bound before the model's."""
         inside = (replace(binding, path=f"{path}.{binding.path}".rstrip(".")) for binding in part.bindings)
         self.bindings = (*inside, *self.bindings)
         self._changes[:0] = part._changes

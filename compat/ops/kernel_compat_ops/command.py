@@ -24,7 +24,7 @@ _OWN_CODE = "the model's own code"
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of a config's field: the variants that it has kernels for, the reasons why it isn't usable here, a remark."""
+    """One value of a config's field: the variants of its kernels, the reasons why it can't be used here, a note."""
 
     op: str
     value: str
@@ -37,7 +37,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Fit:
-    """The effect of a value on a model, on a device that it runs on: the number of modules and their formulas, or why it is refused."""
+    """The effect of a value on a model: the number of modules and their formulas, or why it is refused."""
 
     op: str
     value: str
@@ -73,7 +73,7 @@ def find(arguments: argparse.Namespace) -> Table:
     if arguments.model is None:
         return Table(environment, choices, registry.broken())
     model = _build(arguments.model)
-    fits = tuple(_fit(model, one) for one in choices if one.variants)
+    fits = tuple(_fit(model, choice) for choice in choices if choice.variants)
     return Table(environment, choices, registry.broken(), type(model).__name__, fits)
 
 
@@ -112,49 +112,50 @@ def _build(path: str) -> Any:
 
 
 def _fit(model: Any, choice: Choice) -> Fit:
-    from .plan import Plan
+    from .binder import Binder
 
     op, value = choice.op, choice.value
     try:
-        plan = Plan(model, {choice.field: value}, dry=True)
+        binder = Binder(model, {choice.field: value}, dry=True)
     except KernelCompatError as error:
         return Fit(op, value, refused=str(error))
-    variants, proven = (tuple(dict.fromkeys(getattr(b, name) for b in plan.bindings)) for name in ("variant", "proven"))
-    return Fit(op, value, len(plan.bindings), variants, proven, notes=tuple(plan.notes))
+    variants = tuple(dict.fromkeys(binding.variant for binding in binder.bindings))
+    proven = tuple(dict.fromkeys(binding.proven for binding in binder.bindings))
+    return Fit(op, value, len(binder.bindings), variants, proven, notes=tuple(binder.notes))
 
 
-def as_json(found: Table) -> dict[str, Any]:
+def as_json(table: Table) -> dict[str, Any]:
     """The kernels as a document."""
-    return {"ok": True, **fields_of(found)}
+    return {"ok": True, **fields_of(table)}
 
 
-def show(found: Table) -> None:
+def show(table: Table) -> None:
     """Print the kernels as tables."""
-    print_environment(found.environment)
+    print_environment(table.environment)
     rows = [
         (
-            one.field,
-            one.value,
-            ", ".join(one.variants),
-            usable_text(one.reasons),
-            reasons_text(one.reasons, one.install) or one.note,
+            choice.field,
+            choice.value,
+            ", ".join(choice.variants),
+            usable_text(choice.reasons),
+            reasons_text(choice.reasons, choice.install) or choice.note,
         )
-        for one in found.choices
-        if one.note != _OWN_CODE  # every field has such a value
+        for choice in table.choices
+        if choice.note != _OWN_CODE  # every field has such a value
     ]
     print_table("Kernels", ("field", "value", "variants", "here", ""), rows)
-    for name, problem in found.broken.items():
+    for name, problem in table.broken.items():
         print_text(f"Problem: the entry point {name} failed: {problem}", "yellow")
-    if found.model:
-        fields = {one.op: one.field for one in found.choices}
+    if table.model:
+        fields = {choice.op: choice.field for choice in table.choices}
         rows = [
             (
-                fields[one.op],
-                one.value,
-                "refused" if one.refused else str(one.modules),
-                ", ".join(one.variants),
-                one.refused or "; ".join((*one.proven, *one.notes)),
+                fields[fit.op],
+                fit.value,
+                "refused" if fit.refused else str(fit.modules),
+                ", ".join(fit.variants),
+                fit.refused or "; ".join((*fit.proven, *fit.notes)),
             )
-            for one in found.fits
+            for fit in table.fits
         ]
-        print_table(found.model, ("field", "value", "modules", "variant", ""), rows)
+        print_table(table.model, ("field", "value", "modules", "variant", ""), rows)

@@ -27,7 +27,7 @@ _ATTENTION = "attn_implementation"
 #: The key of a YAML file's ``model`` that has the fields.
 _BLOCK = "ops_implementation"
 
-#: VeOmni's fields that kernel-compat has no kernels for, with the value that asks for none; until other code registers their ops.
+#: VeOmni's fields for ops that kernel-compat has no kernels for, each with the one value that it accepts: no kernel.
 _VEOMNI = {
     "rotary_pos_emb_vision_implementation": "eager",
     "causal_conv1d_implementation": "eager",
@@ -186,8 +186,8 @@ class OpsConfig:
         Raises:
             ValueError: no such op is registered.
         """
-        found = self.registry.op(op)
-        return self.values().get(found.field) or found.default
+        registered = self.registry.op(op)
+        return self.values().get(registered.field) or registered.default
 
     if not TYPE_CHECKING:  # a type checker knows the library's fields alone
 
@@ -259,10 +259,10 @@ class OpsConfig:
 
         with open(path, encoding="utf-8") as stream:
             try:
-                found = yaml.safe_load(stream)
+                document = yaml.safe_load(stream)
             except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a date like 2026-02-30
                 raise ValueError(f"{path} is no YAML: {error}") from None
-        whole = _mapping(found, f"{path}: the file", "model")
+        whole = _mapping(document, f"{path}: the file", "model")
         model = _mapping(whole.get("model"), f"{path}: model", _BLOCK)
         if _BLOCK not in model:
             parts = {"": whole, **{f"{key}.": part for key, part in whole.items() if isinstance(part, Mapping)}}
@@ -298,15 +298,15 @@ class OpsConfig:
             require_module(model)
             reasons[_ATTENTION] = "a model keeps the attention that it was loaded with"
         for op, preferred in _PREFERRED.items():
-            why: list[str] = []
+            steps: list[str] = []
             for name in filter(registry.choices(op).__contains__, preferred):
                 if problem := _unusable(op, name, here) or _refusal(model, op, name, environment):
-                    why.append(f"{name}: {problem}")
+                    steps.append(f"{name}: {problem}")
                 else:
                     chosen[f"{op}_implementation"] = name
-                    why.append(f"{name} runs here")
+                    steps.append(f"{name} runs here")
                     break
-            reasons[f"{op}_implementation"] = "; ".join(why) or "no kernel for it is known to be faster"
+            reasons[f"{op}_implementation"] = "; ".join(steps) or "no kernel for it is known to be faster"
         return cls(**chosen, proposed=chosen.get(_ATTENTION), reasons=reasons, environment=here)
 
 
@@ -314,35 +314,36 @@ class OpsConfig:
 _OWN = tuple(f"{op}_implementation" for op in OPS)
 
 
-def _mapping(found: Any, where: str, key: str) -> Mapping[str, Any]:
+def _mapping(part: Any, where: str, key: str) -> Mapping[str, Any]:
     """A part of a file that may have a key; empty for None.
 
     Raises:
         ValueError: it is no mapping, or has a key that looks like a misspelt `key`.
     """
-    if found is None:
+    if part is None:
         return {}
-    if not isinstance(found, Mapping):
+    if not isinstance(part, Mapping):
         raise ValueError(f"{where} is no mapping, so that it has no {key}")
-    if key not in found and (near := difflib.get_close_matches(key, map(str, found), 1, 0.9)):
+    if key not in part and (near := difflib.get_close_matches(key, map(str, part), 1, 0.9)):
         raise ValueError(f"{where} has a key {near[0]!r}; did you mean {key}?")
-    return found
+    return part
 
 
 def _best_attention(environment: Environment) -> tuple[str | None, str]:
     """The first usable name of the ladder, and the reasons against the names before it."""
-    why: list[str] = []
+    reasons: list[str] = []
     for step in ladder(environment=environment):
         problem = "" if step.usable else step.reason
         if not problem and "flash" in step.name and upstream_owner(step.name, environment) is None:
             problem = "" if resolve(step.name) else "kernel_compat.install() hasn't been called"
         if not problem:
-            return step.name, "; ".join([*why, f"{step.name} runs here"])
-        why.append(f"{step.name}: {problem}")
-    return None, "; ".join(why)
+            return step.name, "; ".join([*reasons, f"{step.name} runs here"])
+        reasons.append(f"{step.name}: {problem}")
+    return None, "; ".join(reasons)
 
 
 def _unusable(op: str, value: str, environment: Environment) -> str:
+    """The reasons why no kernel of a value runs in an environment; empty where one does."""
     try:
         default.require(op, value, environment)
     except KernelUnavailableError as error:
@@ -353,6 +354,6 @@ def _unusable(op: str, value: str, environment: Environment) -> str:
 def _refusal(model: Any, op: str, value: str, environment: Environment | None) -> str:
     if model is None:
         return ""
-    from .plan import refusal
+    from .binder import refusal
 
     return refusal(model, op, value, environment)

@@ -11,7 +11,7 @@ from torch import nn
 
 from kernel_compat.errors import UnsupportedFeatureError
 
-from .instances import Change, ops_of, replaced, whose
+from .instances import Change, ops_of, qualified_name, replaced
 
 
 class Layers:
@@ -22,10 +22,10 @@ class Layers:
         self._models: list[Any] = [m for m in model.modules() if hasattr(type(m), "use_kernels")]
 
     def around(self, path: str) -> str:
-        """The replaced forward of a layer around a module, which may not call the module's; empty if no layer is around it."""
+        """A layer around a module whose forward has been replaced, and so may not call the module's; empty for none."""
         for outer, layer in self._over(path):
-            if outer != path and (found := replaced(layer)) is not None and not ops_of(layer):
-                return f"{outer} ({type(layer).__name__}), whose forward has been replaced by {whose(found)}"
+            if outer != path and (forward := replaced(layer)) is not None and not ops_of(layer):
+                return f"{outer} ({type(layer).__name__}), whose forward has been replaced by {qualified_name(forward)}"
         return ""
 
     def refuse(self, path: str) -> str:

@@ -15,19 +15,19 @@ from typing import Any, TypeVar
 from kernel_compat.patching import swap
 from kernel_compat.patching.wrapping import forwards_of, functions_beneath
 
-#: On functions of ours: the ops that they are for, with the config's value.
+#: The attribute of a bound function that holds its ops, each with the config's value.
 MARK = "__kernel_compat_op__"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Change(swap.Change):
-    """One attribute of a module, or of its config or slot. A forward is put under accelerate's hook and our wrappers.
+    """One attribute of a module, or of its config or slot. A forward goes beneath accelerate's hook and our wrappers.
 
     Attributes:
         module: the owner of the attribute.
         attribute: its name.
-        label: its path for people, where it isn't that of the module in the model with the attribute.
+        label: its path in messages, where that isn't the module's path and the attribute.
     """
 
     def __init__(self, module: Any, attribute: str, value: Any, label: str = "") -> None:
@@ -36,7 +36,7 @@ class Change(swap.Change):
         self.module, self.attribute, self.label = module, attribute, label
 
     def follow(self) -> None:
-        """Find our forward where hooks and wrappers that came later have put it."""
+        """Look our forward up again: hooks and wrappers that came later may have moved it."""
         if self.attribute != "forward" or self.in_place:
             return
         wrappers = [(wrapper, "inner") for wrapper in forwards_of(self.module)]
@@ -44,19 +44,19 @@ class Change(swap.Change):
         for owner, name in places:
             if swap.Change(owner, name, self.replacement).in_place:
                 self.owner, self.name = owner, name
-                if name == "_old_forward" and self.before is swap.ABSENT:  # the hook calls what is there
+                if name == "_old_forward" and self.before is swap.ABSENT:  # the hook calls it
                     self.before = MethodType(type(self.module).forward, self.module)
                 return
 
     @property
     def in_force(self) -> bool:
-        """Whether ours is in place, or is called by a function that wraps it, as accelerate's for mixed precision."""
-        if self.attribute.startswith("_kernel_compat"):  # nobody else's, and the loss's own code changes them
+        """Whether our value is in place, or is called by a function that wraps it, as accelerate's for mixed precision."""
+        if self.attribute.startswith("_kernel_compat"):  # private to us; the loss's own code changes them
             return True
         if not isinstance(self.replacement, MethodType):
             return self.in_place
-        found = _function(self.module, self.attribute)
-        return any(function is self.replacement.__func__ for function in functions_beneath(found))
+        current = _function(self.module, self.attribute)
+        return any(function is self.replacement.__func__ for function in functions_beneath(current))
 
 
 def undo(changes: list[Change]) -> list[Change]:
@@ -80,11 +80,11 @@ def require_module(model: Any) -> None:
 
 
 def replaced(module: Any) -> Any:
-    """The forward that an instance has of its own, None where its class's is in force."""
-    found = _own(module, "forward")
-    if isinstance(found, MethodType) and found.__self__ is module:
-        return None if found.__func__ is getattr(type(module), "forward", None) else found
-    return found
+    """The forward that shadows the class's in an instance; None where the class's is in force."""
+    forward = _own(module, "forward")
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        return None if forward.__func__ is getattr(type(module), "forward", None) else forward
+    return forward
 
 
 def ops_of(module: Any, method: str = "forward") -> Mapping[str, str]:
@@ -92,20 +92,20 @@ def ops_of(module: Any, method: str = "forward") -> Mapping[str, str]:
     return getattr(_function(module, method), MARK, {})
 
 
-def whose(method: Any) -> str:
-    """The qualified name of a method, for people."""
+def qualified_name(method: Any) -> str:
+    """The module and qualified name of a method, for messages."""
     function = getattr(method, "__func__", method)
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(method).__name__)}"
 
 
-def ours(function: F, op: str, value: str) -> F:
-    """Mark a function, or another value, as this library's, for `op` besides the ops that it is marked for."""
+def mark_as_bound(function: F, op: str, value: str) -> F:
+    """Record on a function that it has a kernel for an op, besides the ops that are recorded on it; returns the function."""
     setattr(function, MARK, {**getattr(function, MARK, {}), op: value})
     return function
 
 
 def _place(module: Any) -> tuple[Any, str]:
-    """The owner and name of an instance's forward: beneath our wrapper or accelerate's hook, where one is in place."""
+    """The object and attribute that hold an instance's forward: beneath our wrapper or accelerate's hook, if there is one."""
     present = vars(module).get("forward")
     owner, name = (present, "inner") if present in forwards_of(module) else (module, "forward")
     if "_hf_hook" in vars(module) and isinstance(swap.Change(owner, name).current, partial):
@@ -114,12 +114,13 @@ def _place(module: Any) -> tuple[Any, str]:
 
 
 def _own(module: Any, method: str) -> Any:
-    """A method that an instance has of its own; None where it has none."""
+    """The method that shadows the class's in an instance; None for none."""
     owner, name = _place(module) if method == "forward" else (module, method)
-    found = swap.Change(owner, name).current
-    return None if found is swap.ABSENT else found
+    current = swap.Change(owner, name).current
+    return None if current is swap.ABSENT else current
 
 
 def _function(module: Any, method: str) -> Any:
-    found = _own(module, method)
-    return getattr(found, "__func__", found)
+    """The function of the method that shadows the class's in an instance; None for none."""
+    own = _own(module, method)
+    return getattr(own, "__func__", own)

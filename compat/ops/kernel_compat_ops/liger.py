@@ -16,8 +16,8 @@ from kernel_compat.errors import KernelCompatError, KernelUnavailableError, Seam
 from kernel_compat.patching.handle import Handle
 
 if TYPE_CHECKING:
+    from .binder import Binder
     from .bound import BoundOps
-    from .plan import Plan
 
 __all__ = ["LigerSupport", "liger_support", "use_liger_kernel"]
 
@@ -91,9 +91,9 @@ def use_liger_kernel(model: Any, **options: Any) -> Handle:
     with lock:
         patch = _find(model, chosen)
         if patch is None:
-            plan = _plan(model, chosen, options)
-            plan.make()
-            report = BoundOps(OpsConfig(), tuple(plan.bindings), tuple(plan.notes), model, list(plan.changes))
+            binder = _binder(model, chosen, options)
+            binder.bind()
+            report = BoundOps(OpsConfig(), tuple(binder.bindings), tuple(binder.notes), model, list(binder.changes))
             patch = vars(model)[RECORD] = _Patch(chosen, report)
         patch.report.__enter__()
         return Handle(partial(_release, weakref.ref(patch)))
@@ -118,14 +118,14 @@ def liger_support(model: Any, **options: Any) -> LigerSupport:
     refused: dict[str, str] = {}
     for option in on:
         try:
-            _plan(model, {option: True}, options)
+            _binder(model, {option: True}, options)
         except (KernelCompatError, ValueError) as error:
             refused[option] = str(error)
     usable = None if on and len(refused) == len(on) else {**options, **dict.fromkeys(refused, False)}
     return LigerSupport(not refused, tuple(dict.fromkeys(refused.values())), usable)
 
 
-# Liger's options for a model.
+# Liger's options for a model
 
 
 def _chosen(model: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -162,27 +162,27 @@ def _functions() -> Mapping[str, Callable[..., None]]:
     if not importable(NAME):
         raise KernelUnavailableError(NAME, ["liger-kernel is not installed"], LIGER_INSTALL)
     try:
-        found = getattr(importlib.import_module(MODULE), TABLE, None)
+        functions = getattr(importlib.import_module(MODULE), TABLE, None)
     except Exception as error:  # no triton, another transformers than it was written for, ...
         reason = f"{_version()} is installed but does not import ({type(error).__name__}: {error})"
         raise KernelUnavailableError(NAME, [reason], LIGER_INSTALL) from error
-    if not isinstance(found, Mapping):
-        what = "nothing of that name" if found is None else type(found).__name__
-        raise SeamError(f"{MODULE}:{TABLE}", "functions by model type", what, _version())
-    return found
+    if not isinstance(functions, Mapping):
+        instead = "nothing of that name" if functions is None else type(functions).__name__
+        raise SeamError(f"{MODULE}:{TABLE}", "functions by model type", instead, _version())
+    return functions
 
 
 def _defaults(functions: Mapping[str, Callable[..., None]], model_type: str, config: Any) -> dict[str, Any]:
-    """The options of a model type with their defaults; of a function with ``**kwargs``, those of the model's parts besides."""
+    """The options of a model type with their defaults; a function with ``**kwargs`` passes on those of the model's parts."""
     parameters = inspect.signature(functions[model_type]).parameters.values()
     variable = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    found = {p.name: p.default for p in parameters if p not in variable and p.name != "model"}
+    options = {p.name: p.default for p in parameters if p not in variable and p.name != "model"}
     if variable:
         for part in (getattr(config, "text_config", None), getattr(config, "vision_config", None)):
             name = getattr(part, "model_type", "")
             if name in functions and name != model_type:
-                found = {**_defaults(functions, name, part), **found}
-    return found
+                options = {**_defaults(functions, name, part), **options}
+    return options
 
 
 def _version() -> str:
@@ -191,7 +191,7 @@ def _version() -> str:
     return f"liger-kernel {registry.detect().version('liger-kernel') or 'without metadata'}"
 
 
-# The patch of one model.
+# The patch of one model
 
 
 @dataclass(eq=False)
@@ -229,7 +229,7 @@ def _find(model: Any, chosen: Mapping[str, Any]) -> _Patch | None:
 
 
 def _release(reference: weakref.ref[_Patch]) -> None:
-    """Called by a handle. Where the model is gone, so is its patch."""
+    """Close one handle of a patch, if its model is still there."""
     from .bound import lock
 
     with lock:
@@ -242,35 +242,40 @@ def _release(reference: weakref.ref[_Patch]) -> None:
             vars(model).pop(RECORD, None)
 
 
-def _plan(model: Any, chosen: Mapping[str, Any], explicit: Mapping[str, Any]) -> Plan:
-    """The changes of the options that are on."""
-    from .plan import Plan, refusal
+def _binder(model: Any, chosen: Mapping[str, Any], explicit: Mapping[str, Any]) -> Binder:
+    """The changes of the options that are on.
 
-    plan = Plan(model, {})
+    Args:
+        chosen: all options.
+        explicit: those that the caller passed: an option that is on and finds no part of the model is refused.
+    """
+    from .binder import Binder, refusal
+
+    binder = Binder(model, {})
     for option in (name for name, value in chosen.items() if value and name not in _OPTIONS):
         raise _refused(f"{option}, which can't be bound to one model alone", option)
     for option, (op, value, variant) in _OPTIONS.items():
         if not chosen.get(option):
             continue
         try:
-            found = plan.add(op, value)
+            bindings = binder.add(op, value)
             if option == "swiglu" and not refusal(model, "moe", "fused_triton"):
-                found += plan.add("moe", "fused_triton")
+                bindings += binder.add("moe", "fused_triton")
         except UnsupportedFeatureError as error:
             raise _refused(error.feature, option) from error
-        for binding in found:
+        for binding in bindings:
             if binding.op == op and variant not in ("", binding.variant):
                 raise _refused(f"{binding.path}, which computes {binding.proven}", option)
-        if plan.shared:
+        if binder.shared:
             raise ValueError(
                 f"a part of this {type(model).__name__} has Liger's kernels already, through another model or apply_ops: "
                 "undo that first"
             )
-        if not found and op == "cross_entropy_loss":
+        if not bindings and op == "cross_entropy_loss":
             raise _refused(f"{type(model).__name__}, which has no language modelling head with a loss", option)
-        if not found and explicit.get(option):
+        if not bindings and explicit.get(option):
             raise _refused(f"{type(model).__name__}, no part of which it is for", option)
-    return plan
+    return binder
 
 
 def _refused(feature: str, option: str) -> UnsupportedFeatureError:

@@ -32,10 +32,12 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def did_you_mean(given: object, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """The end of an error's sentence that names the nearest known word; empty where none is near."""
-    word, words = str(given), list(known)
-    near = [one for one in words if word and one.startswith(word)] or difflib.get_close_matches(word, words, 1, 0.4)
+    word, words = str(name), list(known)
+    near = [longer for longer in words if word and longer.startswith(word)] or difflib.get_close_matches(
+        word, words, 1, 0.4
+    )
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -99,12 +101,12 @@ class OpRegistry:
         """
         with self._lock:
             self._discover()
-            there = self._ops.get(name)
-            given = field or (there.field if there else ""), default or (there.default if there else EAGER)
-            for word, several in (("variants", variants), ("values", values)):
-                if isinstance(several, str):
-                    raise TypeError(f"{name}: {word} are several strings, not {several!r}")
-            self._add_op(Op(name, tuple(variants), tuple(values), *given))
+            known = self._ops.get(name)
+            settings = field or (known.field if known else ""), default or (known.default if known else EAGER)
+            for argument, texts in (("variants", variants), ("values", values)):
+                if isinstance(texts, str):
+                    raise TypeError(f"{name}: {argument} are several strings, not {texts!r}")
+            self._add_op(Op(name, tuple(variants), tuple(values), *settings))
 
     def unregister_op(self, name: str) -> None:
         """Remove an op with its kernels, or from one of the library's what other code has added.
@@ -138,17 +140,17 @@ class OpRegistry:
         Raises:
             ValueError: no such op is registered.
         """
-        found = self._ops.get(name) or self.ops().get(name)
-        if found is None:
+        registered = self._ops.get(name) or self.ops().get(name)
+        if registered is None:
             raise ValueError(f"{name!r} is no op: there are {', '.join(self._ops)}{did_you_mean(name, self._ops)}")
-        return found
+        return registered
 
     def fields(self) -> dict[str, tuple[Op, ...]]:
         """The fields of a config besides attention, each with its ops."""
-        found: dict[str, tuple[Op, ...]] = {}
+        fields: dict[str, tuple[Op, ...]] = {}
         for op in self.ops().values():
-            found[op.field] = (*found.get(op.field, ()), op)
-        return found
+            fields[op.field] = (*fields.get(op.field, ()), op)
+        return fields
 
     def require_variant(self, name: str, variant: str) -> None:
         """Check that an op has a variant.
@@ -218,8 +220,8 @@ class OpRegistry:
         Raises:
             ValueError: no such op is registered.
         """
-        found = self.op(op)
-        return tuple(dict.fromkeys((found.default, *found.values, *(spec.name for spec in self.kernels(op)))))
+        registered = self.op(op)
+        return tuple(dict.fromkeys((registered.default, *registered.values, *(spec.name for spec in self.kernels(op)))))
 
     def require(self, op: str, value: str, environment: Environment) -> None:
         """Check that a value names a kernel that runs in an environment, for one variant at least.
@@ -268,8 +270,10 @@ class OpRegistry:
         self.require_value(self.op(op).field, value, None, (op,))
         specs = {spec.variant: spec for spec in self.kernels(op, value)}
         if variant not in specs:
-            there = ", ".join(specs) or "none"
-            raise ValueError(f"{op} has no kernel {value!r} for the variant {variant!r}: there are those for {there}")
+            variants = ", ".join(specs) or "none"
+            raise ValueError(
+                f"{op} has no kernel {value!r} for the variant {variant!r}: there are those for {variants}"
+            )
         spec = specs[variant]
         if environment is not None and (reasons := spec.unavailable_because(environment)):
             hint = spec.install_hint(environment)

@@ -64,10 +64,10 @@ class Op:
         if self.field in _NO_FIELDS:
             raise ValueError(f"{self.name}: {self.field!r} can't be the field of an op")
         for attribute in ("variants", "values"):
-            given = getattr(self, attribute)
-            if isinstance(given, str) or not all(isinstance(one, str) for one in given):
-                raise TypeError(f"{self.name}: {attribute} are strings in a tuple, not {given!r}")
-            object.__setattr__(self, attribute, tuple(dict.fromkeys(given)))
+            values = getattr(self, attribute)
+            if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+                raise TypeError(f"{self.name}: {attribute} are strings in a tuple, not {values!r}")
+            object.__setattr__(self, attribute, tuple(dict.fromkeys(values)))
         if not isinstance(self.default, str):
             raise TypeError(f"{self.name}: default is a string, not {self.default!r}")
         if not all(text.strip() for text in (*self.variants, *self.values, self.default)):
@@ -228,7 +228,7 @@ class Hardware:
         return interpreted or not {"any", "cpu"}.isdisjoint(self.kinds)
 
     def _capabilities(self) -> str:
-        low, high = (".".join(map(str, one)) if one else "" for one in (self.min_capability, self.max_capability))
+        low, high = (".".join(map(str, limit or ())) for limit in (self.min_capability, self.max_capability))
         if low and high:
             limits = low if low == high else f"{low} to {high}"
         else:

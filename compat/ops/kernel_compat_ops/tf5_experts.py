@@ -107,15 +107,15 @@ def _prove(module: Any, name: str, value: str) -> None:
             "torch.compile before the first forward", feature, "Run the model once, then compile it."
         )
     try:
-        found = experts.prove(module)
+        formula = experts.prove(module)
     except Unproven as error:
         raise UnsupportedFeatureError(f"{type(module).__name__}: {error}", feature, instead) from None
     specs = {spec.variant: spec for spec in registered_kernels("moe") if spec.name == value}
-    if found.variant not in specs:
-        experts_class = f"{type(module).__name__}, which is of the variant {found.variant!r} ({found}),"
+    if formula.variant not in specs:
+        experts_class = f"{type(module).__name__}, which is of the variant {formula.variant!r} ({formula}),"
         raise UnsupportedFeatureError(experts_class, feature, f"It is for {', '.join(specs)}. {instead}")
     forwards = vars(module).setdefault(_PROVEN, _Forwards())
-    forwards[value] = experts.forward_of(found, specs[found.variant].load())
+    forwards[value] = experts.forward_of(formula, specs[formula.variant].load())
 
 
 SHIM = Shim(

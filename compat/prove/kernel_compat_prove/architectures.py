@@ -34,25 +34,25 @@ def model_types() -> list[str]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     exported = set(dir(transformers))  # does not import them
-    found = {
+    in_mappings = {
         model_type
         for mapping in MAPPINGS
         for model_type, names in _names(mapping).items()
         if not exported.isdisjoint([names] if isinstance(names, str) else names)
     }
-    return sorted(found & set(CONFIG_MAPPING_NAMES))
+    return sorted(in_mappings & set(CONFIG_MAPPING_NAMES))
 
 
 def classes_of(model_type: str) -> list[type[Any]]:
     """The classes of a type that are proven: its main class, and its decoder if that is another class."""
     import transformers
 
-    found: list[str] = []
+    names: list[str] = []
     for mapping in MAPPINGS:
         name = _names(mapping).get(model_type)
-        if name is None or (found and mapping != "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"):
+        if name is None or (names and mapping != "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"):
             continue
         name = name if isinstance(name, str) else name[0]
-        if name not in found:
-            found.append(name)
-    return [getattr(transformers, name) for name in found if hasattr(transformers, name)]
+        if name not in names:
+            names.append(name)
+    return [getattr(transformers, name) for name in names if hasattr(transformers, name)]

@@ -50,8 +50,8 @@ def gate(model: Any, name: str, claim: Claim, *, by_name: bool) -> str | None:
     if cases := sorted({outcome.case for outcome in proof.outcomes if outcome.verdict == "wrong"}):
         raise wrong(owner, name, cases)
     if lost := [f"{outcome.case}: {outcome.reason}" for outcome in proof.outcomes if outcome.verdict == "lost"]:
-        why = f"cases that ran on an earlier release can't be tried on this one ({'; '.join(lost)})"
-        raise AttentionRefusedError(name, owner.__name__, f"the attention name {name!r}", f"{why}. Use 'eager'.")
+        problem = f"cases that ran on an earlier release can't be tried on this one ({'; '.join(lost)})"
+        raise AttentionRefusedError(name, owner.__name__, f"the attention name {name!r}", f"{problem}. Use 'eager'.")
     return _no_tiny_model(proof) if proof.no_recipe or proof.verdict == "untested" else None
 
 
@@ -70,8 +70,8 @@ def _padding_free(model: Any, by_name: bool) -> str | None:
 
 
 def _no_tiny_model(proof: Proof) -> str:
-    why = proof.no_recipe or "; ".join(dict.fromkeys(one.reason for one in proof.outcomes))
-    return f"no tiny model of it could be made ({why})"
+    reason = proof.no_recipe or "; ".join(dict.fromkeys(outcome.reason for outcome in proof.outcomes))
+    return f"no tiny model of it could be made ({reason})"
 
 
 def _proof(owner: type, config: Any, foreign: list[tuple[str, Any]], padding_free: bool = False) -> Proof:

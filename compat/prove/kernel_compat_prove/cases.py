@@ -50,14 +50,14 @@ class Comparison:
 
     Attributes:
         expected: called with the eager model.
-        found: called with the model under the attention name; None for the same function.
-        tolerance: the largest relative difference allowed.
-        also: a second expected result; either is accepted.
-        note: reported if the second is nearer than the first.
+        actual: called with the model under the attention name; None for the same function.
+        tolerance: the largest relative difference that is allowed.
+        also: called with the eager model, for a second result that is accepted as well.
+        note: the remark if eager attention's two results differ.
     """
 
     expected: Callable[[Any], Tensor]
-    found: Callable[[Any], Tensor] | None = None
+    actual: Callable[[Any], Tensor] | None = None
     tolerance: float = OUTPUTS
     also: Callable[[Any], Tensor] | None = None
     note: str = ""
@@ -67,9 +67,9 @@ def _no_cache(subject: Subject) -> dict[str, Any]:
     return subject.spell({USE_CACHE: False}) if subject.takes(USE_CACHE) and subject.has_tokens else {}
 
 
-def _given(subject: Subject, more: Mapping[Role, Any] = {}) -> dict[str, Any]:
-    """The subject's inputs, without a cache, and more."""
-    return {**subject.given(more), **_no_cache(subject)}
+def _inputs(subject: Subject, more: Mapping[Role, Any] = {}) -> dict[str, Any]:
+    """The subject's inputs with more arguments, and without a cache if it can do without."""
+    return {**subject.inputs_with(more), **_no_cache(subject)}
 
 
 def _run(inputs: dict[str, Any]) -> Callable[[Any], Tensor]:
@@ -125,13 +125,13 @@ def _each_row(inputs: dict[str, Any], mask: Tensor) -> Callable[[Any], Tensor]:
 
 
 def _full(subject: Subject) -> Callable[[Any], Tensor]:
-    return subject.once("full", _run(_given(subject)))
+    return subject.once("full", _run(_inputs(subject)))
 
 
 def _heard(subject: Subject, frames: int) -> Callable[[Any], Tensor]:
     """A function that returns the outputs for sound whose first row is padded, without the outputs of the padding."""
     mask = sound_padding(len(next(iter(subject.inputs.values()))), frames)
-    inputs = subject.given({MASK: mask})
+    inputs = subject.inputs_with({MASK: mask})
 
     def run(model: Any) -> Tensor:
         output = main_output(forward(model, inputs))
@@ -151,19 +151,19 @@ def _padded(subject: Subject, side: str) -> Iterator[Comparison]:
     _need_tokens(subject)
     _need_mask(subject)
     mask = padding(side, *subject.shape)
-    inputs = _given(subject, {MASK: mask})
+    inputs = _inputs(subject, {MASK: mask})
     if subject.is_encoder_decoder:
         yield Comparison(_run(inputs))
         return
-    found = _kept(inputs, mask)
+    run = _kept(inputs, mask)
     positioned = side == "left" and POSITIONS.spelled(subject.names) is not None
     if side == "holes" or positioned:
-        yield Comparison(found)
+        yield Comparison(run)
     if positioned:
-        found = _kept({**inputs, **subject.spell({POSITIONS: _positions_under(mask)})}, mask)
+        run = _kept({**inputs, **subject.spell({POSITIONS: _positions_under(mask)})}, mask)
     if side != "holes":
-        also = _each_row(_given(subject), mask)
-        yield Comparison(found, also=also, note="eager attention differs from each row computed alone")
+        also = _each_row(_inputs(subject), mask)
+        yield Comparison(run, also=also, note="eager attention differs from each row computed alone")
 
 
 def _positions_under(mask: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def _mask_bool(subject: Subject) -> Iterator[Comparison]:
     _need_tokens(subject)
     _need_mask(subject)
     mask = padding("right", *subject.shape)
-    number, boolean = (_given(subject, {MASK: m}) for m in (mask, mask.bool()))
+    number, boolean = (_inputs(subject, {MASK: m}) for m in (mask, mask.bool()))
     if subject.is_encoder_decoder:
         yield Comparison(_run(number), _run(boolean))
     else:
@@ -192,10 +192,10 @@ def _mask_4d(subject: Subject) -> Iterator[Comparison]:
     if subject.is_causal:
         visible = visible & torch.ones(length, length, dtype=torch.bool).tril()
     additive = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-    expected = _kept(_given(subject, {MASK: additive}), mask)
+    expected = _kept(_inputs(subject, {MASK: additive}), mask)
     yield Comparison(expected)
     # Eager attention adds a mask to the scores, a boolean one too.
-    yield Comparison(expected, _kept(_given(subject, {MASK: visible}), mask))
+    yield Comparison(expected, _kept(_inputs(subject, {MASK: visible}), mask))
 
 
 # Packed sequences.
@@ -224,10 +224,10 @@ def _one_by_one(subject: Subject, inputs: dict[str, Any], lengths: tuple[int, ..
     """
     alone = []
     for begin, end in pairwise(accumulate(lengths, initial=0)):
-        one = {name: value[:, begin:end] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        sequence = {name: value[:, begin:end] if isinstance(value, Tensor) else value for name, value in inputs.items()}
         if POSITIONS.spelled(subject.names):
-            one |= subject.spell({POSITIONS: torch.arange(end - begin)[None]})
-        alone.append(one)
+            sequence |= subject.spell({POSITIONS: torch.arange(end - begin)[None]})
+        alone.append(sequence)
     return alone
 
 
@@ -236,7 +236,7 @@ def _apart(subject: Subject, inputs: dict[str, Any], lengths: tuple[int, ...]) -
 
     def run(model: Any) -> Tensor:
         alone = _one_by_one(subject, inputs, lengths)
-        return torch.cat([main_output(forward(model, one)) for one in alone], 1)
+        return torch.cat([main_output(forward(model, sequence)) for sequence in alone], 1)
 
     return subject.once(("apart", tuple(TOKENS.of(inputs).flatten().tolist()), lengths, tuple(inputs)), run)
 
@@ -270,8 +270,8 @@ def _packed_batch(subject: Subject) -> Iterator[Comparison]:
     def expected(model: Any) -> Tensor:
         rows = []
         for row, lengths in enumerate(packed):
-            one = {name: v[row : row + 1] if isinstance(v, Tensor) else v for name, v in both.items()}
-            rows.append(_apart(subject, one, lengths)(model))
+            inputs = {name: v[row : row + 1] if isinstance(v, Tensor) else v for name, v in both.items()}
+            rows.append(_apart(subject, inputs, lengths)(model))
         return torch.cat(rows)
 
     positions = torch.cat([_positions(lengths) for lengths in packed])
@@ -317,14 +317,14 @@ def _continued(
         parts = []
         for begin, end in pairwise(accumulate(steps, initial=0)):
             inputs = {name: value[:, begin:end] for name, value in subject.inputs.items() if isinstance(value, Tensor)}
-            given: dict[Role, Any] = {USE_CACHE: True}
+            arguments: dict[Role, Any] = {USE_CACHE: True}
             if past is not None:
-                given[CACHE] = past
+                arguments[CACHE] = past
             if mask is not None:
-                given[MASK] = mask[:, :end]
+                arguments[MASK] = mask[:, :end]
                 if POSITIONS.spelled(subject.names):
-                    given[POSITIONS] = _positions_under(mask[:, :end])[:, begin:end]
-            inputs |= subject.spell(given)
+                    arguments[POSITIONS] = _positions_under(mask[:, :end])[:, begin:end]
+            inputs |= subject.spell(arguments)
             if cache is not None and CACHE_POSITIONS.spelled(subject.names):
                 inputs |= subject.spell({CACHE_POSITIONS: torch.arange(begin, end)})
             output = forward(model, inputs)
@@ -364,7 +364,7 @@ def _cached_static(subject: Subject) -> Iterator[Comparison]:
     _need_mask(subject)
     mask = padding("left", *subject.shape)
     positions = {POSITIONS: _positions_under(mask)} if POSITIONS.spelled(subject.names) else {}
-    full = _kept(_given(subject, {MASK: mask, **positions}), mask)
+    full = _kept(_inputs(subject, {MASK: mask, **positions}), mask)
     steps = _continued(subject, (8, 4, 1, 1), _static, mask)
 
     def real(model: Any) -> Tensor:
@@ -440,15 +440,15 @@ def _gradients(model: Any, loss: Tensor) -> Tensor:
 def _padded_runs(subject: Subject) -> list[_Run]:
     if subject.has_tokens and (subject.has_sequence or subject.is_encoder_decoder) and subject.takes(MASK):
         mask = padding("right", *subject.shape)
-        return [(_given(subject, {MASK: mask}), None if subject.is_encoder_decoder else mask)]
-    return [(_given(subject), None)]
+        return [(_inputs(subject, {MASK: mask}), None if subject.is_encoder_decoder else mask)]
+    return [(_inputs(subject), None)]
 
 
 def _packed_runs(subject: Subject) -> tuple[list[_Run], list[_Run]]:
     """Inputs of packed sequences, and of the same sequences one by one."""
     rows = _rows(subject, 1)
     return [({**rows, **subject.spell({POSITIONS: _positions()})}, None)], [
-        (one, None) for one in _one_by_one(subject, rows, LENGTHS)
+        (sequence, None) for sequence in _one_by_one(subject, rows, LENGTHS)
     ]
 
 
@@ -480,8 +480,8 @@ def _checkpointed(subject: Subject, reentrant: bool) -> Iterator[Comparison]:
     if subject.is_causal and subject.takes(POSITIONS) and not subject.has_positions_of_its_own:
         together, alone = _packed_runs(subject)
         also = subject.once("gradients apart", _trained(alone))
-        expected, found = (_trained(runs, checkpointing) for runs in (alone, together))
-        yield Comparison(expected, found, GRADIENTS, also=also, note=note)
+        expected, actual = (_trained(runs, checkpointing) for runs in (alone, together))
+        yield Comparison(expected, actual, GRADIENTS, also=also, note=note)
 
 
 # Without padding.
@@ -498,7 +498,7 @@ def _padding_free(subject: Subject) -> Iterator[Comparison]:
     request = PaddingFreeSetting()
 
     def free(run: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        def found(model: Any) -> Tensor:
+        def without_padding(model: Any) -> Tensor:
             vars(model)[FLAG] = request
             try:
                 return run(model)
@@ -506,14 +506,14 @@ def _padding_free(subject: Subject) -> Iterator[Comparison]:
                 del vars(model)[FLAG]
                 remove_hooks(model)
 
-        return found
+        return without_padding
 
     def compare(run: Callable[[Any], Tensor], tolerance: float = OUTPUTS) -> Comparison:
         note = "eager attention differs from the same name with padding"
         return Comparison(run, free(run), tolerance, also=lambda _: run(subject.named), note=note)
 
     def allowed(run: Callable[[Any], Tensor]) -> Iterator[Comparison]:
-        """None for what the name refuses with padding too: a window over padding between tokens, masks of images."""
+        """No comparison for what the name refuses with padding too: a window over padding between tokens, masks of images."""
         with suppress(UnsupportedFeatureError, ValueError):
             run(subject.named)
             yield compare(run)
@@ -522,7 +522,7 @@ def _padding_free(subject: Subject) -> Iterator[Comparison]:
     right, left, holes = (padding(side, rows, length) for side in ("right", "left", "holes"))
     # As many tokens as a row has columns: shapes don't tell packed tokens from the padded batch.
     one_row = (torch.arange(length) < torch.tensor([length - 2 * (rows - 1), *[2] * (rows - 1)])[:, None]).long()
-    # What isn't of tokens may be of a row's first column, which must be a token then.
+    # An output of a row may be that of its first column, which must be a token then.
     masks = [right, one_row, right[:1], *([left, left[:1]] if subject.has_sequence else [])]
     for mask in masks:
         yield compare(_without_padding(_padded_batch(subject, mask), mask))
@@ -564,20 +564,20 @@ def _without_padding(inputs: dict[str, Any], mask: Tensor) -> Callable[[Any], Te
 
 
 def _padded_batch(subject: Subject, mask: Tensor) -> dict[str, Any]:
-    """The subject's inputs of so many rows, without a cache; the ids of padding are the padding token's, as heads read them."""
-    given, rows = _given(subject, {MASK: mask}), subject.shape[0]
-    for name, value in given.items():
+    """The subject's inputs for the rows of `mask`, without a cache; padding has the id of the padding token, which heads look for."""
+    inputs, rows = _inputs(subject, {MASK: mask}), subject.shape[0]
+    for name, value in inputs.items():
         if isinstance(value, Tensor) and value is not mask and len(value) == rows:
-            given[name] = value[: len(mask)]
+            inputs[name] = value[: len(mask)]
     token = getattr(subject.config.get_text_config(), "pad_token_id", None)
-    ids = TOKENS.of(given)
+    ids = TOKENS.of(inputs)
     if isinstance(token, int) and 0 <= token < subject.vocabulary and ids.shape == mask.shape:
-        given |= subject.spell({TOKENS: ids.masked_fill(mask == 0, token)})
-    return given
+        inputs |= subject.spell({TOKENS: ids.masked_fill(mask == 0, token)})
+    return inputs
 
 
 def _targets(subject: Subject, mask: Tensor) -> dict[str, Tensor]:
-    """Labels of the model's kind, whose padding is no target, but for the first of it; empty if its forward takes none."""
+    """Labels of the model's kind; of a row's padding, the first token alone is a target. Empty if its forward takes none."""
     if "start_positions" in subject.names:
         rows = torch.arange(len(mask))
         return {"start_positions": rows % 2, "end_positions": rows % 2 + 1}
@@ -609,7 +609,7 @@ def _loss_and_gradients(inputs: dict[str, Any]) -> Callable[[Any], Tensor]:
 def _cross_attention(subject: Subject) -> Iterator[Comparison]:
     """Both sides padded, with equal lengths and with different ones."""
     _need(subject.is_encoder_decoder, "it has no cross-attention between an encoder and a decoder")
-    inputs = _given(subject)
+    inputs = _inputs(subject)
     if subject.takes(MASK) and subject.has_tokens:
         inputs |= subject.spell({MASK: padding("right", *subject.shape)})
     ids = DECODER_TOKENS.of(inputs)

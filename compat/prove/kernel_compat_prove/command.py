@@ -139,10 +139,10 @@ def find(arguments: argparse.Namespace) -> Proofs:
         proofs += _vanished(known, str(transformers.__version__))
     proofs[len(configs) :] = sorted(proofs[len(configs) :], key=lambda proof: proof.model_type)
     least = _COVERED if arguments.release_check else 0.0
-    found = Proofs(str(transformers.__version__), tuple(proofs), least, interrupted)
+    result = Proofs(str(transformers.__version__), tuple(proofs), least, interrupted)
     if arguments.json_file:
-        _write(arguments.json_file, json.dumps(as_json(found), indent=1, sort_keys=True) + "\n")
-    return found
+        _write(arguments.json_file, json.dumps(as_json(result), indent=1, sort_keys=True) + "\n")
+    return result
 
 
 def _vanished(known: Sequence[str], version: str) -> list[Proof]:
@@ -214,39 +214,39 @@ def _read_config(path: str) -> tuple[Any, Any]:
     return config, None
 
 
-def as_json(found: Proofs) -> dict[str, Any]:
+def as_json(result: Proofs) -> dict[str, Any]:
     """The proofs as a document, sorted by model type, the same on every machine."""
     from . import summary
 
     return {
-        "ok": found.ok,
-        "interrupted": found.interrupted,
-        "transformers": found.transformers,
-        "summary": summary(found.proofs),
-        "proofs": [proof.to_json() for proof in sorted(found.proofs, key=lambda proof: proof.model_type)],
+        "ok": result.ok,
+        "interrupted": result.interrupted,
+        "transformers": result.transformers,
+        "summary": summary(result.proofs),
+        "proofs": [proof.to_json() for proof in sorted(result.proofs, key=lambda proof: proof.model_type)],
     }
 
 
-def show(found: Proofs) -> None:
+def show(result: Proofs) -> None:
     """Print a line for each case that isn't equal, and the summary."""
     from . import summary
 
     red = dict.fromkeys(("wrong", "crashed", "lost"), "bold red")
     colours = {**red, **dict.fromkeys(("refused", "untested", "no recipe"), "yellow")}
-    for proof in found.proofs:
+    for proof in result.proofs:
         line = f"{proof.model_type}: {proof.verdict}" + (f" ({proof.no_recipe})" if proof.no_recipe else "")
         print_text(line, colours.get(proof.verdict, ""))
-        everything = len(found.proofs) == 1
+        everything = len(result.proofs) == 1
         for outcome in proof.outcomes:
             if everything or outcome.verdict in (*red, "refused", "untested"):
                 number = f" {outcome.difference:.1e}" if outcome.difference is not None else ""
                 reason = f": {outcome.reason}" if outcome.reason else ""
                 text = f"  {outcome.model} {outcome.case} {outcome.verdict}{number}{reason}"
                 print_text(text, colours.get(outcome.verdict, ""))
-    if found.least_covered > found.covered:
-        text = f"{found.covered:.1%} of the model types have a tiny model; at least {found.least_covered:.0%} must."
+    if result.least_covered > result.covered:
+        text = f"{result.covered:.1%} of the model types have a tiny model; at least {result.least_covered:.0%} must."
         print_text(text, "bold red")
-    if found.interrupted:
+    if result.interrupted:
         print_text("Interrupted: the proofs made until then.", "yellow")
-    counts = ", ".join(f"{number} {verdict}" for verdict, number in summary(found.proofs).items())
-    print_text(f"transformers {found.transformers}: {counts}", "bold")
+    counts = ", ".join(f"{number} {verdict}" for verdict, number in summary(result.proofs).items())
+    print_text(f"transformers {result.transformers}: {counts}", "bold")

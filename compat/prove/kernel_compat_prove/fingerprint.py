@@ -68,8 +68,8 @@ def _codes_of(value: Any) -> str:
 @cache
 def _installed() -> tuple[str, ...]:
     """The installed distributions with their versions: another one may be what a tiny model lacked."""
-    found: set[str] = set()
+    entries: set[str] = set()
     for folder in filter(None, sys.path):
         with suppress(OSError):
-            found.update(entry for entry in os.listdir(folder) if entry.endswith((".dist-info", ".egg-info")))
-    return tuple(sorted(found))
+            entries.update(entry for entry in os.listdir(folder) if entry.endswith((".dist-info", ".egg-info")))
+    return tuple(sorted(entries))

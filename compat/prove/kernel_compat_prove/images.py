@@ -61,14 +61,14 @@ def _features_of(get: Any, images: dict[str, Any]) -> list[int] | None:
     """The number of tokens of each image; None if the model refuses the images."""
     try:
         with torch.no_grad():
-            found = get(**images)
+            features = get(**images)
     except Exception:  # other images fit
         return None
     for name in ("pooler_output", "last_hidden_state"):
-        if getattr(found, name, None) is not None:
-            found = getattr(found, name)
+        if getattr(features, name, None) is not None:
+            features = getattr(features, name)
             break
-    parts = [found] if isinstance(found, Tensor) else list(found)
+    parts = [features] if isinstance(features, Tensor) else list(features)
     if not all(isinstance(part, Tensor) and part.ndim >= 2 for part in parts):
         return None
     counts = [part.shape[:-1].numel() for part in parts]
@@ -82,7 +82,7 @@ def _features_of(get: Any, images: dict[str, Any]) -> list[int] | None:
         # Features beside those of the patches, such as marks around an image: each image alone.
         each = zip(images["pixel_values"].split(patches), grid, strict=True)
         alone = [_features_of(get, {**images, "pixel_values": part, "image_grid_thw": row[None]}) for part, row in each]
-        return None if None in alone else [count for one in alone for count in one or ()]
+        return None if None in alone else [count for image in alone for count in image or ()]
     return [counts[0] // BATCH] * BATCH if len(counts) == 1 and counts[0] % BATCH == 0 else counts
 
 
@@ -92,9 +92,9 @@ def _text(model: Any, names: list[str], images: dict[str, Any], token: int, coun
     before, after = (_tokens_around(model.config, side) for side in ("start", "end"))
     marked = [torch.tensor([*before, *[token] * n, *after]) for n in counts]
     if len(marked) == BATCH and len(set(counts)) == 1:
-        ids = torch.stack([torch.cat([row[:2], one, row[2:]]) for row, one in zip(text, marked, strict=True)])
+        ids = torch.stack([torch.cat([row[:2], image, row[2:]]) for row, image in zip(text, marked, strict=True)])
     else:  # images of different sizes: one row has them all
-        ids = torch.cat([text[0, :2], *(part for one in marked for part in (one, text[1, :1])), text[0, 2:]])[None]
+        ids = torch.cat([text[0, :2], *(part for image in marked for part in (image, text[1, :1])), text[0, 2:]])[None]
     kinds: dict[str, Tensor] = {n: (ids == token).long() for n in ("mm_token_type_ids", "token_type_ids") if n in names}
     return {TOKENS.named(names): ids, **images, **kinds}
 

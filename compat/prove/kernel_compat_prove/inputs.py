@@ -63,9 +63,9 @@ class Fresh:
 
 def parameters(model: Any) -> tuple[frozenset[str], bool]:
     """The names of the parameters of a model's forward, and whether it also takes ``**kwargs``."""
-    found = inspect.signature(model.forward).parameters.values()
-    names = frozenset(p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-    return names, any(p.kind == p.VAR_KEYWORD for p in found)
+    accepted = inspect.signature(model.forward).parameters.values()
+    names = frozenset(p.name for p in accepted if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return names, any(p.kind == p.VAR_KEYWORD for p in accepted)
 
 
 def tokens(vocabulary: int, batch: int = BATCH, length: int = LENGTH, seed: int = 0) -> Tensor:
@@ -103,32 +103,32 @@ def vocabulary_of(config: Any) -> int:
 def has_decoder(config: Any) -> bool:
     """Whether a config is an encoder-decoder's; if it doesn't say, whether the model takes anything but text."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    said = [ENCODER_DECODER.attribute_of(one) for one in (config, text)]
-    return any(said) or not hasattr(config, "vision_config")
+    declared = [ENCODER_DECODER.attribute_of(part) for part in (config, text)]
+    return any(declared) or not hasattr(config, "vision_config")
 
 
 def number(config: Any, *names: str, default: int) -> int:
     """The first of these attributes that is a positive integer in the config or in a nested one, else the default."""
     queue = [config]
     while queue:
-        one = queue.pop(0)
+        part = queue.pop(0)
         for name in names:
             try:
-                value = getattr(one, name, None)
+                value = getattr(part, name, None)
             except Exception:  # the value differs by layer
-                value = vars(one).get(name)
+                value = vars(part).get(name)
             if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
                 value = value[0]
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
-        queue += [v for v in vars(one).values() if hasattr(v, "to_dict") and hasattr(type(v), "model_type")]
+        queue += [v for v in vars(part).values() if hasattr(v, "to_dict") and hasattr(type(v), "model_type")]
     return default
 
 
 def candidates(model: Any) -> Iterator[dict[str, Any]]:
     """Yields inputs that a model may take, the most likely first. Inputs of tokens have `BATCH` rows of `LENGTH`."""
-    found = inspect.signature(model.forward).parameters.values()
-    named = {p.name: p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    accepted = inspect.signature(model.forward).parameters.values()
+    named = {p.name: p for p in accepted if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     needed = [name for name, p in named.items() if p.default is p.empty]
     needed += [name for name in TOKENS.spellings if name in named]
     needed += [name for name in DECODER_TOKENS.spellings if name in named and has_decoder(model.config)]

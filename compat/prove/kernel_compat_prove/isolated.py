@@ -64,11 +64,11 @@ def _failed(config: Any, problem: str) -> Proof:
 
 
 def _in_thread(work: Callable[[], Proof]) -> Proof:
-    found: list[Proof] = []
-    thread = threading.Thread(target=lambda: found.append(work()), name="kernel-compat proof", daemon=True)
+    results: list[Proof] = []
+    thread = threading.Thread(target=lambda: results.append(work()), name="kernel-compat proof", daemon=True)
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 def _may_fork() -> bool:
@@ -195,7 +195,7 @@ def _restore(stack: ExitStack, owner: Any, name: str, package: str) -> None:
     while isinstance(original, FunctionType) and original.__globals__.get("__name__", "").partition(".")[0] != package:
         seen.add(id(original))
         cells = [cell.cell_contents for cell in original.__closure__ or () if _has_contents(cell)]
-        inner = [one for one in cells if callable(one) and getattr(one, "__name__", None) == name]
+        inner = [content for content in cells if callable(content) and getattr(content, "__name__", None) == name]
         if not inner or id(inner[0]) in seen:
             return
         original = inner[0]

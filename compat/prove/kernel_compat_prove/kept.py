@@ -47,10 +47,9 @@ def _folders() -> list[Path]:
         own = Path(tempfile.gettempdir()) / f"kernel-compat-{os.getuid()}"
         with suppress(OSError):
             own.mkdir(mode=0o700, exist_ok=True)
-            found = own.lstat()
-            if (
-                found.st_uid == os.getuid() and found.st_mode & 0o170022 == 0o040000
-            ):  # a folder that nobody else can write to
+            status = own.lstat()
+            # A folder that nobody else can write to.
+            if status.st_uid == os.getuid() and status.st_mode & 0o170022 == 0o040000:
                 folders.append(own)
     return folders
 

@@ -36,7 +36,7 @@ def with_losses(proof: Proof, cases: Sequence[str] | None = None, owner: str | N
         cases: the cases that were tried; None for all.
         owner: the name of the class, for a proof of one.
     """
-    crashed = any(one.case == EVERYTHING for one in proof.outcomes)
+    crashed = any(other.case == EVERYTHING for other in proof.outcomes)
     if crashed or _NOT_INSTALLED.search(proof.no_recipe):
         return proof
     before, classes = _before(proof.model_type, proof.transformers)
@@ -44,7 +44,7 @@ def with_losses(proof: Proof, cases: Sequence[str] | None = None, owner: str | N
     if owner is not None:
         classes = {owner: classes[owner]} if owner in classes else {}
     for name, ran in classes.items():
-        own = {one.case: number for number, one in enumerate(outcomes) if one.model == name}
+        own = {other.case: number for number, other in enumerate(outcomes) if other.model == name}
         if "load" in own:
             continue
         for entry in ran if own else [EVERYTHING]:
@@ -52,25 +52,25 @@ def with_losses(proof: Proof, cases: Sequence[str] | None = None, owner: str | N
             if own and cases is not None and case not in cases:
                 continue
             missing = Outcome(name, case, "not applicable", reason=proof.no_recipe or "the type has no such class")
-            found = outcomes[own[case]] if case in own else missing
-            reason = _loss(found, int(count or 1), entry.endswith("?"), before)
+            outcome = outcomes[own[case]] if case in own else missing
+            reason = _loss(outcome, int(count or 1), entry.endswith("?"), before)
             if reason and not _accepted(proof.model_type, case, before, proof.transformers):
                 at = own.get(case, len(outcomes))
-                outcomes[at : at + 1] = [replace(found, verdict="lost", reason=reason)]
+                outcomes[at : at + 1] = [replace(outcome, verdict="lost", reason=reason)]
     return replace(proof, outcomes=tuple(outcomes))
 
 
-def _loss(found: Outcome, compared: int, apart: bool, before: str) -> str:
-    """What a case has lost; empty for nothing. A case that is wrong or crashed is worse."""
-    if found.verdict in ("wrong", "crashed"):
+def _loss(outcome: Outcome, compared: int, apart: bool, before: str) -> str:
+    """Why a case is lost; empty if it isn't, or is wrong or crashed, which is worse."""
+    if outcome.verdict in ("wrong", "crashed"):
         return ""
-    if found.compared < compared:
-        now = f"{found.compared} of them" if found.compared else "not here"
+    if outcome.compared < compared:
+        now = f"{outcome.compared} of them" if outcome.compared else "not here"
         ran = f"{compared} comparisons" if compared > 1 else "it"
-        return f"{ran} ran on {before}, {now}: {found.reason}"
+        return f"{ran} ran on {before}, {now}: {outcome.reason}"
     return (
-        f"not so on {before}: {found.reason or 'eager attention disagrees with itself'}"
-        if found.apart and not apart
+        f"not so on {before}: {outcome.reason or 'eager attention disagrees with itself'}"
+        if outcome.apart and not apart
         else ""
     )
 
@@ -97,8 +97,8 @@ def _before(model_type: str, version: str) -> tuple[str, Ran]:
 
 @cache
 def _reviewed() -> dict[str, dict[str, dict[str, str]]]:
-    found: dict[str, dict[str, dict[str, str]]] = json.loads(ACCEPTED.read_text())
-    return found
+    reviewed: dict[str, dict[str, dict[str, str]]] = json.loads(ACCEPTED.read_text())
+    return reviewed
 
 
 def _accepted(model_type: str, case: str, before: str, version: str) -> bool:

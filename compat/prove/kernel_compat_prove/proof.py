@@ -67,8 +67,8 @@ def prove_type(model_type: str, cases: Sequence[str] | None = None, *, attn_impl
 
     if model_type not in CONFIG_MAPPING_NAMES:
         raise ValueError(f"transformers has no model type {model_type!r}")
-    made = _proof(model_type, lambda problems: _default_configs(model_type, problems), cases, attn_implementation)
-    return with_losses(made, cases)
+    proof = _proof(model_type, lambda problems: _default_configs(model_type, problems), cases, attn_implementation)
+    return with_losses(proof, cases)
 
 
 def prove_config(
@@ -95,8 +95,8 @@ def prove_config(
         classes = [model_class] if model_class is not None else classes_of(model_type)[:1]
         if not classes:
             problems.append(f"no model class for {type(config).__name__}: pass model_class")
-        for one in classes:
-            yield one, [config]
+        for owner in classes:
+            yield owner, [config]
 
     return _proof(model_type, configs, cases, attn_implementation)
 
@@ -166,11 +166,11 @@ def _default_configs(model_type: str, problems: list[str]) -> Iterator[tuple[typ
             continue
         order = (config_class, own) if issubclass(config_class, own) else (own, config_class)
         configs = []
-        for one in dict.fromkeys(order):
+        for candidate in dict.fromkeys(order):
             try:
-                configs.append(one(**recipes.constructor(model_type, one)))
+                configs.append(candidate(**recipes.constructor(model_type, candidate)))
             except Exception as error:
-                problems.append(f"{one.__name__}: {describe(error)}")
+                problems.append(f"{candidate.__name__}: {describe(error)}")
         yield model_class, configs
 
 
@@ -194,11 +194,12 @@ def _prove(
     note = ""
     if counted is not None and counted.calls == before:
         note = "its forward never calls the kernel"
-        outcomes = [_by_sdpa(subject, one) if one.verdict == "wrong" else one for one in outcomes]
+        outcomes = [_by_sdpa(subject, outcome) if outcome.verdict == "wrong" else outcome for outcome in outcomes]
     elif subject.attention_share is not None and subject.attention_share < _SHARE_TO_SEE:
         note = f"without attention the output differs by {subject.attention_share:.0e} alone"
     return [
-        replace(one, reason=note) if note and one.verdict == "equal" and not one.reason else one for one in outcomes
+        replace(outcome, reason=note) if note and outcome.verdict == "equal" and not outcome.reason else outcome
+        for outcome in outcomes
     ]
 
 
@@ -252,10 +253,10 @@ def make_subject(
 def _has_sections(model_class: type[Any], config: Any) -> bool:
     """Whether the source of a class, or of a nested model's class, divides rotary channels into sections."""
     nested = (getattr(value, "model_type", "") for value in vars(config).values() if hasattr(value, "to_dict"))
-    classes: list[Any] = [one for model_type in nested if model_type for one in classes_of(model_type)[:1]]
-    for one in (model_class, *classes):
+    classes: list[Any] = [owner for model_type in nested if model_type for owner in classes_of(model_type)[:1]]
+    for owner in (model_class, *classes):
         with suppress(KeyError, OSError, TypeError):  # it has no source
-            if "mrope_section" in inspect.getsource(sys.modules[one.__module__]):
+            if "mrope_section" in inspect.getsource(sys.modules[owner.__module__]):
                 return True
     return False
 
@@ -285,9 +286,9 @@ def _worst(subject: Subject, case: str) -> Outcome:
         outcomes.append(result("untested", reason=str(error)))
     except Exception as error:  # raised by the eager model as the case is prepared
         outcomes.append(result("untested", reason=f"eager: {describe(error)}"))
-    worst = min(outcomes, key=lambda one: (WORST_FIRST.index(one.verdict), -(one.difference or 0.0)))
-    compared = sum(one.verdict in RAN for one in outcomes)
-    worst = replace(worst, compared=compared, apart=any(one.apart for one in outcomes))
+    worst = min(outcomes, key=lambda outcome: (WORST_FIRST.index(outcome.verdict), -(outcome.difference or 0.0)))
+    compared = sum(outcome.verdict in RAN for outcome in outcomes)
+    worst = replace(worst, compared=compared, apart=any(outcome.apart for outcome in outcomes))
     if case == PADDING_FREE and worst.verdict in ("wrong", "crashed"):
         differs = worst.verdict == "wrong" and worst.difference is not None
         how = f"its results would differ by {worst.difference:.0e}" if differs else worst.reason
@@ -306,9 +307,9 @@ def _compare(subject: Subject, comparison: Comparison, result: Callable[..., Out
         return result("untested", reason="eager: its output isn't finite")
     if expected.numel() == 0 or float(expected.norm()) == 0:
         return result("untested", reason="eager: its output is zero")
-    run = comparison.found or comparison.expected
+    run = comparison.actual or comparison.expected
     try:
-        found = run(subject.named)
+        actual = run(subject.named)
     except (NotApplicableError, UntestedError):
         raise
     except Exception as error:
@@ -323,17 +324,17 @@ def _compare(subject: Subject, comparison: Comparison, result: Callable[..., Out
     note = ""
     if comparison.also is not None:
         try:
-            alone = comparison.also(subject.eager)
-            apart = distance(expected, alone)
+            other = comparison.also(subject.eager)
+            apart = distance(expected, other)
         except Exception:
             apart = 0.0
         if apart > _allowed(subject, comparison, apart):
             note = f"{comparison.note} by {apart:.0e}"
             result = partial(result, apart=True)
-            if distance(found, alone) < distance(found, expected):
-                expected = alone
+            if distance(actual, other) < distance(actual, expected):
+                expected = other
     try:
-        difference = distance(found, expected)
+        difference = distance(actual, expected)
     except ValueError as error:
         return result("wrong", reason=str(error))
     allowed = _allowed(subject, comparison, difference)

@@ -54,11 +54,19 @@ def record(proofs: Iterable[Proof], path: Path = PATH) -> None:
     made: ByRelease[Cases] = {}
     made_ran: ByRelease[Ran] = {}
     for proof in proofs:
-        found = {
-            verdict: sorted({one.case for one in proof.outcomes if one.verdict == verdict and one.case != PADDING_FREE})
+        by_verdict = {
+            verdict: sorted(
+                {
+                    outcome.case
+                    for outcome in proof.outcomes
+                    if outcome.verdict == verdict and outcome.case != PADDING_FREE
+                }
+            )
             for verdict in WORSE
         }
-        cases = {"no recipe": []} if proof.no_recipe else {verdict: names for verdict, names in found.items() if names}
+        cases = (
+            {"no recipe": []} if proof.no_recipe else {verdict: names for verdict, names in by_verdict.items() if names}
+        )
         release = minor(proof.transformers)
         made.setdefault(release, {})[proof.model_type] = cases
         made_ran.setdefault(release, {})[proof.model_type] = _ran_in(proof.outcomes)
@@ -67,9 +75,9 @@ def record(proofs: Iterable[Proof], path: Path = PATH) -> None:
 
 def _ran_in(outcomes: Iterable[Outcome]) -> Ran:
     """By class, the cases that ran, as the table has them."""
-    found: Ran = {}
-    for one in outcomes:
-        if one.verdict in RAN and one.case not in ("load", EVERYTHING):
-            count = f"*{one.compared}" if one.compared > 1 else ""
-            found.setdefault(one.model, []).append(f"{one.case}{count}{'?' if one.apart else ''}")
-    return found
+    ran: Ran = {}
+    for outcome in outcomes:
+        if outcome.verdict in RAN and outcome.case not in ("load", EVERYTHING):
+            count = f"*{outcome.compared}" if outcome.compared > 1 else ""
+            ran.setdefault(outcome.model, []).append(f"{outcome.case}{count}{'?' if outcome.apart else ''}")
+    return ran

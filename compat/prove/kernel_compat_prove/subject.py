@@ -72,7 +72,7 @@ class RefusedToLoadError(Exception):
 class CountedKernel:
     """A copy of a kernel that counts its calls and can be silenced, to find models that never call it or ignore its output.
 
-    It computes no masks of any kind but within `with_masks`: what is proven without them holds for every kernel.
+    It refuses masks that not every kernel has, except within `with_masks`: a proof without them holds for every kernel.
 
     Attributes:
         kernel: the copy; it computes the same as the original.
@@ -193,8 +193,8 @@ class Subject:
             if best is None or share > best[0]:
                 best = share, inputs, weights
         if best is None:
-            found = "; ".join(list(problems)[:3]) or "the forward takes nothing that is known"
-            raise NoRecipeError(f"no inputs found: {found}")
+            reasons = "; ".join(list(problems)[:3]) or "the forward takes nothing that is known"
+            raise NoRecipeError(f"no inputs found: {reasons}")
         for model in (self.eager, self.named):
             model.load_state_dict(best[2])
         return best[1], best[0]
@@ -216,13 +216,13 @@ class Subject:
         """Yields inputs that the eager model takes, with its output; with ``use_cache=False`` if no cache can be made."""
         uses_cache = USE_CACHE.spelled(self.names)
         for inputs in untried:
-            for given in (inputs, {**inputs, uses_cache: False}) if uses_cache else (inputs,):
+            for arguments in (inputs, {**inputs, uses_cache: False}) if uses_cache else (inputs,):
                 try:
-                    output = main_output(forward(self.eager, given))
+                    output = main_output(forward(self.eager, arguments))
                 except Exception as error:
                     problems.setdefault(describe(error))
                     continue
-                yield given, output
+                yield arguments, output
                 break
 
     def _share_of_attention(self, counted: CountedKernel | None, inputs: dict[str, Any]) -> float | None:
@@ -249,8 +249,8 @@ class Subject:
         """Arguments by the names that the model's forward has for them, or the forwards that it passes ``**kwargs`` on to."""
         return {role.spelled(self.names) or role.named(self._inner_names): value for role, value in values.items()}
 
-    def given(self, values: Mapping[Role, Any]) -> dict[str, Any]:
-        """The subject's inputs, with other values or more."""
+    def inputs_with(self, values: Mapping[Role, Any]) -> dict[str, Any]:
+        """The subject's inputs, with these arguments replaced or added."""
         return {**self.inputs, **self.spell(values)}
 
     @cached_property
@@ -296,7 +296,7 @@ class Subject:
         ids = TOKENS.of(self.inputs)
         other = ids.clone()
         other[:, -1] = torch.where(ids[:, -1] == 7, 8, 7)
-        first, second = (main_output(forward(self.eager, self.given({TOKENS: i}))) for i in (ids, other))
+        first, second = (main_output(forward(self.eager, self.inputs_with({TOKENS: i}))) for i in (ids, other))
         return not torch.equal(first, second) and distance(second[:, :-1], first[:, :-1]) < 1e-4
 
     @cached_property
@@ -306,7 +306,7 @@ class Subject:
             return False
         embeds = any("position" in type(m).__name__.lower() for m in self.eager.modules())
         positions = torch.arange(LENGTH).flip(0)[None].expand(self.shape[0], -1)
-        with_positions = main_output(forward(self.eager, self.given({POSITIONS: positions})))
+        with_positions = main_output(forward(self.eager, self.inputs_with({POSITIONS: positions})))
         return embeds and torch.equal(main_output(forward(self.eager, self.inputs)), with_positions)
 
     @cached_property
@@ -331,7 +331,7 @@ class Subject:
             return None
         for length in dict.fromkeys(reversed(sound.shape[1:])):
             try:
-                forward(self.eager, self.given({MASK: sound_padding(len(sound), length)}))
+                forward(self.eager, self.inputs_with({MASK: sound_padding(len(sound), length)}))
                 return int(length)
             except Exception:  # the mask is over another dimension
                 continue
@@ -365,9 +365,9 @@ def build(model_class: type[Any], config: Any, attn_implementation: str) -> Any:
 def forward(model: Any, inputs: dict[str, Any], gradients: bool = False) -> Any:
     """The model's output, with the same random seed each time."""
     torch.default_generator.manual_seed(0)
-    given = {name: value.make() if isinstance(value, Fresh) else value for name, value in inputs.items()}
+    arguments = {name: value.make() if isinstance(value, Fresh) else value for name, value in inputs.items()}
     with torch.set_grad_enabled(gradients):
-        return model(**given)
+        return model(**arguments)
 
 
 def main_output(output: Any) -> Tensor:
@@ -387,11 +387,11 @@ def main_output(output: Any) -> Tensor:
     raise TypeError(f"{type(output).__name__} has no tensor of numbers")
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
+def distance(actual: Tensor, expected: Tensor) -> float:
     """The norm of the difference, relative to the norm of the expected values."""
-    if found.shape != expected.shape:
-        raise ValueError(f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
-    difference = float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+    if actual.shape != expected.shape:
+        raise ValueError(f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
+    difference = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
     return difference if difference == difference else float("inf")
 
 

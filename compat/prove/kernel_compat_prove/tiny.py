@@ -289,11 +289,11 @@ def _set_outputs(config: Any, new: Any) -> None:
 
 def _values(config: Any) -> dict[str, Any]:
     """The values of the constructor's parameters, then of all other public attributes."""
-    found = {name: vars(config)[name] for name in _parameters(type(config)) if name in vars(config)}
-    found |= {name: value for name, value in vars(config).items() if name not in found and not name.startswith("_")}
+    values = {name: vars(config)[name] for name in _parameters(type(config)) if name in vars(config)}
+    values |= {name: value for name, value in vars(config).items() if name not in values and not name.startswith("_")}
     if own := config.to_dict().get(_PER_LAYER):
-        found[_PER_LAYER] = own
-    return found
+        values[_PER_LAYER] = own
+    return values
 
 
 def _parameters(klass: type) -> list[str]:
@@ -316,8 +316,8 @@ def _is_list(value: Any) -> bool:
 
 
 def _layers_of(config: Any) -> int | None:
-    found = (_get(config, name) for name in (*_LAYER_COUNTS, "encoder_layers"))
-    return next((int(number) for number in found if _is_int(number)), None)
+    counts = (_get(config, name) for name in (*_LAYER_COUNTS, "encoder_layers"))
+    return next((int(number) for number in counts if _is_int(number)), None)
 
 
 def _has_stages(values: Mapping[str, Any]) -> bool:
@@ -352,23 +352,23 @@ class _Rules:
             return None
         kinds: list[list[Any]] = [[] for _ in range(number)]
         wanted: set[int] = set()
-        found = False
+        has_kinds = False
         for name, value in self.values.items():
             if not _is_list(value) or not value:
                 continue
             if _EACH_INDEX.search(name) and all(map(_is_int, value)):
                 if len(value) > 1 and max(value) <= number:
                     wanted |= {min(v, number - 1) for v in value if v >= 0}
-                    found = True
+                    has_kinds = True
             elif len(value) == number:
-                found = True
+                has_kinds = True
                 for kind, v in zip(kinds, value, strict=True):
                     kind.append(repr(v))
             elif _is_indices(name, value, number):
-                found = True
+                has_kinds = True
                 for index, kind in enumerate(kinds):
                     kind.append(index in value)
-        if not found:
+        if not has_kinds:
             return None
         picks = [i for i, kind in enumerate(kinds) if i in wanted or kind not in kinds[:i]][:MOST_LAYERS]
         others = (i for i in range(number) if i not in picks)
@@ -504,16 +504,18 @@ def _rebuilt(config: Any, values: Mapping[str, Any], changed: dict[str, Any]) ->
     """A config of the same class with these values: by its constructor if that takes them, else by setting attributes."""
     klass = type(config)
     parameters = _parameters(klass)
-    given = {name: value for name, value in values.items() if name in parameters}
-    given |= {name: value for name, value in changed.items() if name in parameters or name == _PER_LAYER}
+    arguments = {name: value for name, value in values.items() if name in parameters}
+    arguments |= {name: value for name, value in changed.items() if name in parameters or name == _PER_LAYER}
     for plain in (True, False):  # nested configs as mappings, or as they are
         try:
-            new = klass(**{k: v.to_dict() if plain and _is_config(v) else v for k, v in copy.deepcopy(given).items()})
+            new = klass(
+                **{k: v.to_dict() if plain and _is_config(v) else v for k, v in copy.deepcopy(arguments).items()}
+            )
         except Exception:  # a constructor may raise anything
             continue
         for name, value in changed.items():
             # Values that the constructor derives from the new sizes are kept.
-            if name not in given and (_is_config(value) or vars(new).get(name) == vars(config).get(name)):
+            if name not in arguments and (_is_config(value) or vars(new).get(name) == vars(config).get(name)):
                 _set(new, name, value)
         for name, value in vars(config).items():
             if name not in vars(new):

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
+from ..protocols import AttentionForward
 from ..roles import LENGTHS, MASK, POSITIONS
 
 if TYPE_CHECKING:
+    from typing import Literal
+
     import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -20,8 +23,8 @@ __all__ = ["gathering_mask_function", "group_source", "ulysses"]
 
 
 def ulysses(
-    forward: Callable[..., Any], group: ProcessGroup | DeviceMesh | Callable[[], Any] | None = None
-) -> Callable[..., Any]:
+    forward: AttentionForward, group: ProcessGroup | DeviceMesh | Callable[[], Any] | Literal[True] | None = None
+) -> AttentionForward:
     """Attention over a sequence that is spread over the ranks of a group, by the all-to-all of DeepSpeed-Ulysses.
 
     Rank r holds the tokens ``[r * length, (r + 1) * length)``, of the same length on every rank. Before `forward` one
@@ -37,7 +40,7 @@ def ulysses(
         forward: an attention function with transformers' calling convention, as `register_attention` describes it. It gets
             (batch, heads / ranks, ranks * length, head_dim), ``s_aux`` of its heads, and no slice of ``position_ids``.
         group: a process group or a mesh of one dimension, or a function that returns one at each call, for a framework that makes
-            its groups later; None for the default group, looked up at every call.
+            its groups later; None or True for the default group, looked up at every call.
 
     Returns:
         A function called as `forward`; its output has the rank's slice of the tokens and all heads. With
@@ -53,7 +56,7 @@ def ulysses(
     return spread(forward, forward, group)
 
 
-def spread(forward: Callable[..., Any], alone: Callable[..., Any], group: Any) -> Callable[..., Any]:
+def spread(forward: AttentionForward, alone: AttentionForward, group: Any) -> AttentionForward:
     """`ulysses` of a forward, and another one for calls that aren't spread."""
     source = group_source(group)
     # torch stays unloaded until here.
@@ -171,7 +174,7 @@ def _slice_of(mask: Tensor | None, length: int, ranks: int, rank: int) -> Tensor
 
 def group_source(group: Any) -> Callable[[], ProcessGroup | None]:
     """A function that returns the process group of `ulysses` at each call, None for none; raises as `process_group`."""
-    if group is None:
+    if group is None or group is True:
         return default_group
     if callable(group) and not hasattr(group, "get_group"):
         return lambda: None if (current := group()) is None else process_group(current)

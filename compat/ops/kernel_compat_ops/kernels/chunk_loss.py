@@ -71,12 +71,22 @@ def chunk_size(hidden: int, with_weight: bool) -> int:
 
 
 class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
+    """`chunk_loss`, with the shapes of its arguments; `labels` in int64."""
+
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        hidden_states, weight, bias, labels, ignore_index, reduction, pointwise = inputs
+    def forward(
+        ctx: Any,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        ignore_index: int,
+        reduction: str,
+        pointwise: tuple[Pointwise, ...],
+    ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        counted = labels != ignore_index
+        counted = labels != ignore_index  # (tokens,)
         divisor = counted.sum() if reduction == "mean" else None
         hidden_gradient = torch.empty_like(hidden_states) if needs_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=wide) if needs_weight else None
@@ -85,27 +95,27 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
         size = chunk_size(hidden_states.shape[1], needs_weight)
         for start in range(0, hidden_states.shape[0], size):
             part = slice(start, start + size)
-            counts = counted[part].unsqueeze(-1)
+            counts = counted[part].unsqueeze(-1)  # (chunk, 1)
             # Masked here rather than in the gradient of the logits, whose rows are longer.
-            rows = hidden_states[part].masked_fill(~counts, 0.0)
-            targets = labels[part].unsqueeze(-1).where(counts, 0)
-            steps = [linear(rows, weight, bias)]
-            for one in pointwise:
-                steps.append(applied(one, steps[-1]))
-            logarithms = steps[-1].log_softmax(-1, dtype=wide)
-            of_targets = logarithms.gather(-1, targets)
+            rows = hidden_states[part].masked_fill(~counts, 0.0)  # (chunk, hidden)
+            targets = labels[part].unsqueeze(-1).where(counts, 0)  # (chunk, 1)
+            logits = [linear(rows, weight, bias)]  # after each operation: (chunk, vocabulary)
+            for operation in pointwise:
+                logits.append(applied(operation, logits[-1]))
+            log_probabilities = logits[-1].log_softmax(-1, dtype=wide)
+            of_targets = log_probabilities.gather(-1, targets)  # (chunk, 1)
             # Not in place: traced by torch.compile, a result that the forward has changed in place has no gradient.
             loss = loss - of_targets.masked_fill(~counts, 0.0).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
             # exp - 1 of the targets, before it is rounded: rounded first, a probability near 1 would leave 0.
-            gradient = torch.exp(logarithms, out=torch.empty_like(steps[-1]))
+            gradient = torch.exp(log_probabilities, out=torch.empty_like(logits[-1]))  # (chunk, vocabulary)
             gradient.scatter_(-1, targets, torch.expm1(of_targets).to(gradient.dtype))
-            del logarithms
+            del log_probabilities
             if bias_gradient is not None:
                 gradient.masked_fill_(~counts, 0.0)
-            for one, before, after in zip(reversed(pointwise), reversed(steps[:-1]), reversed(steps[1:]), strict=True):
-                gradient = _backward(one, gradient, before, after)
+            for index in reversed(range(len(pointwise))):
+                gradient = _backward(pointwise[index], gradient, logits[index], logits[index + 1])
             if hidden_gradient is not None:
                 hidden_gradient[part] = (gradient @ weight).masked_fill_(~counts, 0.0)
             if weight_gradient is not None:
@@ -119,18 +129,19 @@ class _ChunkLoss(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:
-        divisor, *saved = ctx.saved_tensors
+        divisor, *gradients = ctx.saved_tensors
         if divisor is not None:
             factor = factor / divisor.clamp_min(1)  # of no tokens the loss is NaN, and the gradient 0
         factor = factor.reshape(1)  # of no dimension, it would be rounded to half precision
         scaled = (
-            None if one is None else torch.mul(one, factor, out=torch.empty_like(one, dtype=dtype))
-            for one, dtype in zip(saved, ctx.dtypes, strict=True)
+            None if gradient is None else torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
         return (*scaled, None, None, None, None)
 
 
-def _backward(one: Pointwise, gradient: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    if one.kind == "tanh":
+def _backward(operation: Pointwise, gradient: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """The gradient of the logits before an operation, from that of the logits after it; all (chunk, vocabulary)."""
+    if operation.kind == "tanh":
         return gradient * (1 - after * after)
-    return gradient.to(before.dtype) if one.kind == "to" else applied(one, gradient)
+    return gradient.to(before.dtype) if operation.kind == "to" else applied(operation, gradient)

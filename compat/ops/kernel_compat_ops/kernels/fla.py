@@ -12,7 +12,7 @@ from .backward import first_derivative_only
 
 
 def rms_norm_gated() -> Callable[..., Tensor]:
-    """The kernel of ``rms_norm_gated``."""
+    """The kernel of ``rms_norm_gated``: hidden states and gate (..., hidden), weight (hidden,)."""
     from fla.modules import FusedRMSNormGated
 
     # The function in the class's module, which differs between releases.

@@ -24,7 +24,7 @@ from ..recognisers import norms
 from ..recognisers.rotary import reference as rotated
 from .backward import first_derivative_only, untraced_backward
 from .chunk_loss import chunk_size
-from .routing import counted
+from .routing import in_range
 
 
 def _promoted(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -34,7 +34,7 @@ def _promoted(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def rms_norm(offset: bool = False) -> Callable[..., Tensor]:
-    """The kernel of ``rms_norm``; with `offset`, of weights that are stored minus one."""
+    """The kernel of ``rms_norm``: hidden states (..., hidden), weight (hidden,); with `offset`, the weight is stored minus one."""
     from liger_kernel.ops import LigerRMSNormFunction
 
     normalize = untraced_backward(LigerRMSNormFunction).apply
@@ -55,7 +55,7 @@ def rms_norm(offset: bool = False) -> Callable[..., Tensor]:
 
 
 def layer_norm() -> Callable[..., Tensor]:
-    """The kernel of ``layer_norm``, over the last dimension."""
+    """The kernel of ``layer_norm``: hidden states (..., hidden), weight and bias (hidden,)."""
     from liger_kernel.ops import LigerLayerNormFunction
 
     normalize = untraced_backward(LigerLayerNormFunction).apply
@@ -72,7 +72,7 @@ def layer_norm() -> Callable[..., Tensor]:
 
 
 def swiglu() -> Callable[..., Tensor]:
-    """The kernel of ``swiglu_mlp``: ``silu(gate) * up``."""
+    """The kernel of ``swiglu_mlp``: ``silu(gate) * up``, both (..., intermediate)."""
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     from .triton_swiglu import swiglu_backward
@@ -84,7 +84,7 @@ def swiglu() -> Callable[..., Tensor]:
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
             gate, up = ctx.saved_tensors
-            return tuple(found.view(gradient.shape) for found in swiglu_backward(gate, up, gradient))
+            return tuple(result.view(gradient.shape) for result in swiglu_backward(gate, up, gradient))
 
     @first_derivative_only(
         "swiglu_mlp_implementation='liger_kernel'", traced=lambda gate, up: functional.silu(gate) * up
@@ -99,7 +99,7 @@ def swiglu() -> Callable[..., Tensor]:
 
 
 def geglu() -> Callable[..., Tensor]:
-    """The kernel of ``swiglu_mlp`` for ``gelu(gate) * up`` with the approximation by tanh."""
+    """The kernel of ``swiglu_mlp`` for ``gelu(gate) * up`` with the approximation by tanh, both (..., intermediate)."""
     from liger_kernel.ops.geglu import LigerGELUMulFunction, geglu_backward
 
     @untraced_backward
@@ -118,7 +118,10 @@ def geglu() -> Callable[..., Tensor]:
 
 
 def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
-    """The kernel of ``rotary_pos_emb``; channels beyond the cosines' pass."""
+    """The kernel of ``rotary_pos_emb``; channels beyond the cosines' pass.
+
+    Called with query and key (batch, heads, length, head_dim), cosines and sines (batch, length, rotary_dim).
+    """
     from liger_kernel.ops.rope import rope_backward, rope_forward
 
     option = "rotary_pos_emb_implementation='liger_kernel'"
@@ -145,20 +148,20 @@ def rotary() -> Callable[..., tuple[Tensor, Tensor]]:
         size = cos.shape[-1]
         if size == query.shape[-1]:
             return rotate(query, key, cos, sin)
-        turned = rotate(query[..., :size], key[..., :size], cos, sin)
-        return tuple(torch.cat((new, x[..., size:]), dim=-1) for new, x in zip(turned, (query, key), strict=True))
+        rotated = rotate(query[..., :size], key[..., :size], cos, sin)
+        return tuple(torch.cat((x, whole[..., size:]), dim=-1) for x, whole in zip(rotated, (query, key), strict=True))
 
     return kernel
 
 
 def _copied(x: Tensor) -> Tensor:
-    """A copy, where Liger would rotate in place: it copies other layouts itself."""
+    """A copy of (batch, heads, length, head_dim) where Liger would rotate in place: it copies other layouts itself."""
     heads_last = x.transpose(1, 2)
     return heads_last.clone().transpose(1, 2) if heads_last.is_contiguous() else x
 
 
 def cross_entropy() -> Callable[..., Tensor]:
-    """The kernel of ``cross_entropy_loss``, from hidden states."""
+    """The kernel of ``cross_entropy_loss``, from hidden states, with the arguments of `chunk_loss`."""
     from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
 
     takes_memory = "chunk_mem_const" in signature(fused_linear_cross_entropy_forward).parameters  # from 0.8.5
@@ -218,9 +221,9 @@ def logits_cross_entropy() -> Callable[..., Tensor]:
         require_in_range(labels, logits.shape[1], ignore_index)
 
         def compute(logits: Tensor) -> tuple[Tensor, Any]:
-            own = logits.detach().requires_grad_(logits.requires_grad)
+            detached = logits.detach().requires_grad_(logits.requires_grad)
             options = {"lse_square_scale": 0.0, "label_smoothing": 0.0, "softcap": None, "return_z_loss": False}
-            results = cross_entropy_forward(own, labels, None, ignore_index, reduction=reduction, **options)
+            results = cross_entropy_forward(detached, labels, None, ignore_index, reduction=reduction, **options)
             return _nan_over_no_tokens(results[0], labels, ignore_index, reduction), (results[-1].detach(),)
 
         return _ComputedLoss.apply(compute, "liger_cross_entropy", logits)
@@ -229,7 +232,7 @@ def logits_cross_entropy() -> Callable[..., Tensor]:
 
 
 class _ComputedLoss(Function):  # type: ignore[misc]
-    """Liger's loss, whose gradients are computed with it. They are kept out of `save_for_backward`: no hook sees them."""
+    """A loss whose gradients `compute` returns with it. They are kept out of `save_for_backward`: no hook sees them."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., tuple[Tensor, Any]], value: str, *inputs: Tensor | None) -> Tensor:
@@ -260,24 +263,28 @@ def _nan_over_no_tokens(loss: Tensor, labels: Tensor, ignore_index: int, reducti
 def _factor_and_softcap(pointwise: Sequence[Pointwise]) -> tuple[float, float | None]:
     """The factor of the logits and the softcap after it. Casts are left out: Liger computes the loss in float32."""
     factor, softcap = 1.0, None
-    steps = [one for one in pointwise if one.kind != "to"]
-    if [one.kind for one in steps[-3:]] == ["over", "tanh", "times"] and steps[-3].value == steps[-1].value:
+    steps = [step for step in pointwise if step.kind != "to"]
+    if [step.kind for step in steps[-3:]] == ["over", "tanh", "times"] and steps[-3].value == steps[-1].value:
         softcap = float(steps[-1].value)
         steps = steps[:-3]
-    for one in steps:
-        if one.kind == "tanh":
-            written = ", ".join(f"{step.kind} {step.value}" for step in pointwise)
+    for step in steps:
+        if step.kind == "tanh":
+            operations = ", ".join(f"{kind} {value}" for kind, value in pointwise)
             raise UnsupportedFeatureError(
-                f"this model's operations on its logits ({written})",
+                f"this model's operations on its logits ({operations})",
                 "cross_entropy_loss 'liger_kernel'",
                 "chunk_loss supports them.",
             )
-        factor *= float(one.value) if one.kind == "times" else 1 / float(one.value)
+        factor *= float(step.value) if step.kind == "times" else 1 / float(step.value)
     return factor, softcap
 
 
 def experts() -> Callable[..., Tensor]:
-    """The kernel of ``moe``. Its forward reads one number back from the device."""
+    """The kernel of ``moe``. Its forward reads one number back from the device.
+
+    Called with hidden states (tokens, hidden), ids and weights (tokens, k), `gate_up` (experts, 2 * intermediate, hidden) and `down`
+    (experts, hidden, intermediate); returns (tokens, hidden).
+    """
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
     compute = untraced_backward(LigerFusedMoEFunction).apply
@@ -291,8 +298,8 @@ def experts() -> Callable[..., Tensor]:
             way = "It multiplies in TF32: allow that by torch.set_float32_matmul_precision('high')."
             raise UnsupportedFeatureError("float32 to full precision", name, way)
         # Liger writes past the end of its tables for an id out of range.
-        there = counted(top_k_index, len(gate_up))
-        index = top_k_index.where(there, 0).to(torch.int32)
-        return compute(hidden_states, gate_up, down, index, top_k_weights.where(there, 0))
+        known = in_range(top_k_index, len(gate_up))
+        index = top_k_index.where(known, 0).to(torch.int32)
+        return compute(hidden_states, gate_up, down, index, top_k_weights.where(known, 0))
 
     return kernel

@@ -16,11 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from kernel_compat.errors import UnsupportedFeatureError
 
-from .routing import counted
+from . import routing
 
 
 def rms_norm(offset: bool) -> Callable[..., Tensor]:
-    """The kernel of ``rms_norm``, by ``npu_rms_norm``."""
+    """The kernel of ``rms_norm``, by ``npu_rms_norm``: hidden states (..., hidden), weight (hidden,)."""
     import torch_npu
 
     def kernel(hidden_states: Tensor, weight: Tensor, eps: float, *, casting: str) -> Tensor:
@@ -33,11 +33,11 @@ def rms_norm(offset: bool) -> Callable[..., Tensor]:
 
 
 def rotary_pos_emb() -> Callable[..., tuple[Tensor, Tensor]]:
-    """The kernel of ``rotary_pos_emb``, by ``npu_rotary_mul``."""
+    """The kernel of ``rotary_pos_emb``, by ``npu_rotary_mul``: (batch, heads, length, head_dim); cosines without the heads."""
     import torch_npu
 
     def kernel(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (batch, 1, length, head_dim)
         rotate: Callable[..., Tensor] = torch_npu.npu_rotary_mul
         return rotate(query, cos, sin), rotate(key, cos, sin)
 
@@ -54,7 +54,11 @@ def cross_entropy() -> Callable[..., Tensor]:
 
 
 def experts() -> Callable[..., Tensor]:
-    """The kernel of ``moe``, by ``npu_grouped_matmul``."""
+    """The kernel of ``moe``, by ``npu_grouped_matmul``.
+
+    Called with hidden states (tokens, hidden), ids and weights (tokens, k), `gate_up` (experts, 2 * intermediate, hidden) and `down`
+    (experts, hidden, intermediate); returns (tokens, hidden).
+    """
     import torch_npu
 
     def kernel(
@@ -62,15 +66,17 @@ def experts() -> Callable[..., Tensor]:
     ) -> Tensor:
         if hidden_states.dtype != torch.bfloat16:
             raise UnsupportedFeatureError(str(hidden_states.dtype), "moe 'fused_npu'", "It takes bfloat16.")
-        in_range = counted(top_k_index, len(gate_up))
-        index = top_k_index.where(in_range, 0).long()
-        weights = top_k_weights.where(in_range, 0).to(hidden_states.dtype)
+        known = routing.in_range(top_k_index, len(gate_up))  # (tokens, k), as index and weights
+        index = top_k_index.where(known, 0).long()
+        weights = top_k_weights.where(known, 0).to(hidden_states.dtype)
         flat = index.flatten()
+        # (experts,): the number of rows of each
         counts = torch.zeros(len(gate_up), dtype=torch.int64, device=flat.device)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
-        rows, places = torch_npu.npu_moe_token_permute(hidden_states, index)
+        rows, places = torch_npu.npu_moe_token_permute(hidden_states, index)  # (tokens * k, hidden), (tokens * k,)
         product = torch_npu.npu_grouped_matmul
-        wide = _GroupedLinear.apply(product, rows, gate_up.mT, counts)
+        wide = _GroupedLinear.apply(product, rows, gate_up.mT, counts)  # (tokens * k, 2 * intermediate)
+        # (tokens * k, hidden)
         narrow = _GroupedLinear.apply(product, torch_npu.npu_swiglu(wide, dim=-1), down.mT, counts)
         result: Tensor = torch_npu.npu_moe_token_unpermute(narrow, places, probs=weights)
         return result
@@ -79,7 +85,10 @@ def experts() -> Callable[..., Tensor]:
 
 
 class _GroupedLinear(torch.autograd.Function):  # type: ignore[misc]
-    """``x @ weight``, each group of rows with its own weight; `npu_grouped_matmul` has no backward."""
+    """``x @ weight``, each group of rows with its own weight; `npu_grouped_matmul` has no backward.
+
+    `x` is (rows, in), `weight` (experts, in, out), `counts` (experts,); the result is (rows, out).
+    """
 
     @staticmethod
     def forward(ctx: Any, product: Callable[..., Any], x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

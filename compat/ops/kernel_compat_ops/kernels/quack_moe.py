@@ -21,7 +21,11 @@ Gemm = Callable[..., Tensor]
 
 
 def experts() -> Callable[..., Tensor]:
-    """The kernel of ``moe``."""
+    """The kernel of ``moe``.
+
+    Called with hidden states (tokens, hidden), ids and weights (tokens, k), `gate_up` (experts, 2 * intermediate, hidden) and `down`
+    (experts, hidden, intermediate); returns (tokens, hidden).
+    """
     from quack.gemm_interface import gemm
 
     # With tuning, it measures all its configurations again for every number of tokens.
@@ -45,16 +49,19 @@ def _require(hidden_states: Tensor, down: Tensor) -> None:
 
 @untraced_backward
 class SwiGluExperts(torch.autograd.Function):  # type: ignore[misc]
-    """``down(silu(gate) * up)``, weighted and summed for each token; saves the product with `gate_up` for the backward."""
+    """``down(silu(gate) * up)``, weighted and summed for each token; saves the product with `gate_up` for the backward.
+
+    There are ``rows = tokens * k``, as `routing.sort` orders them.
+    """
 
     @staticmethod
     def forward(ctx: Any, gemm: Gemm, *inputs: Tensor) -> Tensor:
         """Each row times the matrix of its expert."""
         hidden_states, top_k_index, top_k_weights, gate_up, down = inputs
         token, row, starts = routing.sort(top_k_index, len(gate_up))
-        wide = gemm(hidden_states[token], gate_up.mT, cu_seqlens_m=starts)
+        wide = gemm(hidden_states[token], gate_up.mT, cu_seqlens_m=starts)  # (rows, 2 * intermediate)
         gate, up = wide.chunk(2, dim=-1)
-        # Rows after the last group are not written.
+        # (rows, hidden). Those after the last group are not written.
         rows = hidden_states.new_zeros(len(token), hidden_states.shape[-1])
         gemm(silu(gate).mul_(up), down.mT, out=rows, cu_seqlens_m=starts)
         ctx.gemm = gemm
@@ -69,23 +76,23 @@ class SwiGluExperts(torch.autograd.Function):  # type: ignore[misc]
         gemm = ctx.gemm
         _, for_hidden, _, for_weights, for_gate_up, for_down = ctx.needs_input_grad
         d_hidden = d_weights = d_gate_up = d_down = None
-        gate, up = wide.chunk(2, dim=-1)
+        gate, up = wide.chunk(2, dim=-1)  # (rows, intermediate), as active, d_narrow and d_gate
         active = silu(gate)
-        d_rows = gradient[token]
-        weights = _by_row(top_k_weights, row)
+        d_rows = gradient[token]  # (rows, hidden)
+        weights = _by_row(top_k_weights, row)  # (rows, 1)
         if for_down:
             d_down = gemm(d_rows.T, (active * up).mul_(weights), cu_seqlens_k=starts)
         d_narrow = gemm(d_rows, down, cu_seqlens_m=starts)
         del d_rows
         if for_weights:
-            # The product of the gradient with an expert's result, without saving the result.
-            each = (d_narrow.float() * (active * up)).sum(dim=-1)
-            there = torch.arange(len(token), device=token.device) < starts[-1]
-            d_weights = each.where(there, 0)[row].to(top_k_weights.dtype)
+            # The product of the gradient with an expert's result, without saving the result: (rows,).
+            by_row = (d_narrow.float() * (active * up)).sum(dim=-1)
+            known = torch.arange(len(token), device=token.device) < starts[-1]
+            d_weights = by_row.where(known, 0)[row].to(top_k_weights.dtype)
         if for_hidden or for_gate_up:
             d_narrow.mul_(weights)
             d_gate = torch.ops.aten.silu_backward(d_narrow * up, gate)
-            d_wide = torch.cat([d_gate, d_narrow.mul_(active)], dim=-1)
+            d_wide = torch.cat([d_gate, d_narrow.mul_(active)], dim=-1)  # (rows, 2 * intermediate)
             if for_gate_up:
                 d_gate_up = gemm(d_wide.T, hidden_states[token], cu_seqlens_k=starts)
             if for_hidden:
@@ -96,7 +103,7 @@ class SwiGluExperts(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _by_row(top_k_weights: Tensor, row: Tensor) -> Tensor:
-    """The weights in the order of the rows."""
+    """The weights (tokens, k) in the order of the rows: (rows, 1)."""
     weights = torch.empty_like(top_k_weights.flatten())
     weights[row.flatten()] = top_k_weights.flatten()
     return weights.unsqueeze(-1)

@@ -91,10 +91,10 @@ def _probabilities(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The softmax of some rows in float32: 0 after the last expert, a finite value in rows after the last."""
+    """The softmax in float32 (ROWS, BLOCK) of some rows: 0 after the last expert, a finite value in rows after the last."""
     expert = tl.arange(0, BLOCK)[None, :]
-    there = (row < rows)[:, None] & (expert < EXPERTS)
-    logit = tl.load(logits + row[:, None] * row_stride + expert * column_stride, mask=there, other=0.0).to(tl.float32)
+    valid = (row < rows)[:, None] & (expert < EXPERTS)
+    logit = tl.load(logits + row[:, None] * row_stride + expert * column_stride, mask=valid, other=0.0).to(tl.float32)
     logit = tl.where(expert < EXPERTS, logit, float("-inf"))
     power = tl.exp(logit - tl.max(logit, axis=1)[:, None])
     return power / tl.sum(power, axis=1)[:, None]
@@ -115,7 +115,10 @@ def _sums_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """For a share of a layer's tokens, the number routed to each expert and the sum of each expert's probability."""
+    """For a share of a layer's tokens, the number routed to each expert and the sum of each expert's probability.
+
+    `logits` is (rows, EXPERTS), `mask` (rows,), `partial` (programs, 2, EXPERTS).
+    """
     program = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     count = tl.zeros([BLOCK], dtype=tl.float32)
@@ -156,16 +159,19 @@ def _gradient_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The softmax's backward; `slope` is the loss' derivative by the sum of each expert's probability."""
+    """The softmax's backward: `out` (rows, EXPERTS) from `logits` (rows, EXPERTS), `mask` (rows,) and the scalar `grad`.
+
+    `slope` (EXPERTS,) is the loss' derivative by the sum of each expert's probability.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, BLOCK)[None, :]
     probability = _probabilities(logits, row, rows, row_stride, column_stride, EXPERTS, BLOCK)
-    given = tl.load(slope + expert, mask=expert < EXPERTS, other=0.0) * tl.load(grad)
+    weighted_slope = tl.load(slope + expert, mask=expert < EXPERTS, other=0.0) * tl.load(grad)
     if MASKED:
-        given = given * tl.load(mask + row, mask=row < rows, other=0.0)[:, None]
-    result = probability * (given - tl.sum(given * probability, axis=1)[:, None])
-    there = (row < rows)[:, None] & (expert < EXPERTS)
-    tl.store(out + row[:, None] * EXPERTS + expert, result.to(out.dtype.element_ty), mask=there)
+        weighted_slope = weighted_slope * tl.load(mask + row, mask=row < rows, other=0.0)[:, None]
+    result = probability * (weighted_slope - tl.sum(weighted_slope * probability, axis=1)[:, None])
+    valid = (row < rows)[:, None] & (expert < EXPERTS)
+    tl.store(out + row[:, None] * EXPERTS + expert, result.to(out.dtype.element_ty), mask=valid)
 
 
 def _blocks(experts: int) -> dict[str, Any]:
@@ -174,17 +180,21 @@ def _blocks(experts: int) -> dict[str, Any]:
 
 
 def _forward(logits: list[Tensor], mask: Tensor | None, top_k: int, rounded: bool) -> tuple[Tensor, Tensor]:
-    """The loss, and its derivative by the sum of each expert's probability."""
+    """The loss, a scalar, and its derivative (experts,) by the sum of each expert's probability.
+
+    `logits` are (rows, experts) for each layer, `mask` (rows,).
+    """
     experts = logits[0].shape[1]
     blocks = _blocks(experts)
     programs = min(_PROGRAMS, triton.cdiv(max(1, *map(len, logits)), blocks["ROWS"]))
+    # The tokens that each program counted for each expert, and their probabilities.
     partial = logits[0].new_empty((len(logits), programs, 2, experts), dtype=torch.float32)
     constants = {"TOP_K": top_k, "MASKED": mask is not None, "ROUNDED": rounded, **blocks}
     with torch.cuda.device_of(partial):
-        for layer, own in zip(logits, partial, strict=True):
-            _sums_kernel[(programs,)](layer, mask, own, len(layer), *layer.stride(), **constants)
+        for layer, sums in zip(logits, partial, strict=True):
+            _sums_kernel[(programs,)](layer, mask, sums, len(layer), *layer.stride(), **constants)
     tokens = sum(map(len, logits)) if mask is None else mask.sum() * len(logits)
-    routed, probability = partial.flatten(0, 1).sum(0) / tokens
+    routed, probability = partial.flatten(0, 1).sum(0) / tokens  # (experts,) each
     return (routed * probability).sum() * experts, routed * experts / tokens
 
 
@@ -194,6 +204,7 @@ def _forward_outputs(logits: list[Tensor], mask: Tensor | None, top_k: int, roun
 
 
 def _backward(grad: Tensor, logits: list[Tensor], mask: Tensor | None, slope: Tensor) -> list[Tensor]:
+    """The gradients (rows, experts) of each layer's logits, from the scalar `grad`."""
     grads = _backward_outputs(grad, logits, mask, slope)
     constants = {"MASKED": mask is not None, **_blocks(len(slope))}
     with torch.cuda.device_of(slope):
@@ -219,8 +230,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(backward: Any, ctx: Any, grad: Tensor) -> list[Tensor]:
     mask, slope, *logits = ctx.saved_tensors
-    found: list[Tensor] = backward(grad, logits, mask, slope)
-    return found
+    grads: list[Tensor] = backward(grad, logits, mask, slope)
+    return grads
 
 
 _forward_op.register_autograd(

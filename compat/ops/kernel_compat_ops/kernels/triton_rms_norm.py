@@ -94,6 +94,7 @@ def _forward_kernel(
     OFFSET: tl.constexpr,
     GEMMA: tl.constexpr,
 ) -> None:
+    """One program a row: `x` and `out` are (rows, HIDDEN), `weight` (HIDDEN,), `rstd` (rows,), all contiguous."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
@@ -124,24 +125,28 @@ def _backward_kernel(
     OFFSET: tl.constexpr,
     GEMMA: tl.constexpr,
 ) -> None:
+    """One program for every `share` rows: `grad`, `x` and `grad_x` are (rows, HIDDEN), `rstd` (rows,).
+
+    `partial` (programs, HIDDEN) gets each program's sum of the weight's gradient.
+    """
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
     scale = _scale(tl.load(weight + columns, mask=inside, other=0.0), OFFSET, GEMMA)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for row in range(program * share, tl.minimum((program + 1) * share, rows)):
-        given = tl.load(grad + row * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
+        grad_row = tl.load(grad + row * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
         value = tl.load(x + row * HIDDEN + columns, mask=inside, other=0.0)
         factor = tl.load(rstd + row)
         normal = value.to(tl.float32) * factor
-        scaled = given * scale
+        scaled = grad_row * scale
         mean = tl.sum(scaled * normal, axis=0) * (1.0 / HIDDEN)
         result = (scaled - normal * mean) * factor
         tl.store(grad_x + row * HIDDEN + columns, result.to(grad_x.dtype.element_ty), mask=inside)
         if GEMMA:
-            total += given * normal
+            total += grad_row * normal
         else:
-            total += given * normal.to(value.dtype).to(tl.float32)
+            total += grad_row * normal.to(value.dtype).to(tl.float32)
     tl.store(partial + program * HIDDEN + columns, total, mask=inside)
 
 
@@ -165,6 +170,7 @@ def _constants(hidden: int, offset: bool, gemma: bool) -> dict[str, Any]:
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float, offset: bool, gemma: bool) -> tuple[Tensor, Tensor]:
+    """The norm (..., hidden) of `x` (..., hidden), and ``1 / sqrt(mean(x^2) + eps)`` of each row (...)."""
     out, rstd = _forward_outputs(x, weight, eps, offset, gemma)
     if out.numel():
         with torch.cuda.device_of(x):
@@ -181,6 +187,7 @@ def _forward_outputs(x: Tensor, weight: Tensor, eps: float, offset: bool, gemma:
 def _backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: bool, gemma: bool
 ) -> tuple[Tensor, Tensor]:
+    """The gradients of `x` (..., hidden) and `weight` (hidden,), from that of the norm and `rstd` (...)."""
     grad_x, grad_weight = _backward_outputs(grad, x, weight)
     if not x.numel():
         return grad_x, grad_weight.zero_()

@@ -34,7 +34,7 @@ def rotary_pos_emb(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tupl
         cos, sin: (batch or 1, length, rotary_dim), of one dtype, which need no gradient. Their halves may differ.
 
     Returns:
-        New tensors in the dtype that the tensor and `cos` promote to, laid out as the given ones are.
+        New tensors in the dtype that the tensor and `cos` promote to, with the strides of query and key.
 
     Raises:
         UnsupportedFeatureError: another dtype, or a gradient for `cos` or `sin`.
@@ -86,6 +86,10 @@ def _rotate_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ) -> None:
+    """One program for a token and `BLOCK_HEADS` of its heads.
+
+    `x` and `out` are (batch, heads, length, ROTARY + REST) of any strides; `cos` and `sin` (batch or 1, length, ROTARY), contiguous.
+    """
     batch = tl.program_id(0).to(tl.int64) // length
     position = tl.program_id(0).to(tl.int64) % length
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
@@ -99,9 +103,9 @@ def _rotate_kernel(
     cos2 = tl.load(cos + angle + half, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin2 = tl.load(sin + angle + half, mask=inside, other=0.0).to(tl.float32)[None, :]
-    there = (head < heads) & inside[None, :]
-    x1 = tl.load(x + channel[None, :] * x_channel, mask=there, other=0.0).to(tl.float32)
-    x2 = tl.load(x + (channel[None, :] + half) * x_channel, mask=there, other=0.0).to(tl.float32)
+    valid = (head < heads) & inside[None, :]
+    x1 = tl.load(x + channel[None, :] * x_channel, mask=valid, other=0.0).to(tl.float32)
+    x2 = tl.load(x + (channel[None, :] + half) * x_channel, mask=valid, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
     out1 = (x1 * cos1).to(dtype).to(tl.float32)
     out2 = (x2 * cos2).to(dtype).to(tl.float32)
@@ -111,16 +115,16 @@ def _rotate_kernel(
     else:
         out1 -= (x2 * sin1).to(dtype).to(tl.float32)
         out2 += (x1 * sin2).to(dtype).to(tl.float32)
-    tl.store(out + channel[None, :] * out_channel, out1.to(dtype), mask=there)
-    tl.store(out + (channel[None, :] + half) * out_channel, out2.to(dtype), mask=there)
+    tl.store(out + channel[None, :] * out_channel, out1.to(dtype), mask=valid)
+    tl.store(out + (channel[None, :] + half) * out_channel, out2.to(dtype), mask=valid)
     if REST > 0:
         rest = ROTARY + tl.arange(0, BLOCK_REST)[None, :]
-        there = (head < heads) & (rest < ROTARY + REST)
-        tl.store(out + rest * out_channel, tl.load(x + rest * x_channel, mask=there, other=0.0).to(dtype), mask=there)
+        valid = (head < heads) & (rest < ROTARY + REST)
+        tl.store(out + rest * out_channel, tl.load(x + rest * x_channel, mask=valid, other=0.0).to(dtype), mask=valid)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
-    """The product with the matrix that rotates, or with the transposed one: the backward."""
+    """`x` (batch, heads, length, head_dim), rotated; or, for the backward, multiplied by the transposed matrix of the rotation."""
     out = _output(x, cos, sin, dtype, transposed)
     if not out.numel():
         return out

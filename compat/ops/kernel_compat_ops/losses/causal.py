@@ -1,4 +1,4 @@
-"""Causal cross-entropy from the hidden states: in training the head returns lazy logits, and the loss calls a kernel."""
+"""Causal cross-entropy by a kernel: over the logits, or over the hidden states, where the head returns lazy logits in training."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ..spec import KernelSpec
 from .labels import checked
 from .lazy import Forward, LazyLogits, is_freed, refused
 
-#: Attributes: of the head, the `Forward` that it is called in; of the model, its head and the forward of its instance.
+#: Names of attributes. The head's: the `Forward` that is running. The model's: its head; the forward that its instance had.
 FORWARD, HEAD, INNER = "_kernel_compat_current_forward", "_kernel_compat_head", "_kernel_compat_forward"
 
 
-class Beside(NamedTuple):
-    """A model's own loss function, and the values that it returns in a tuple after the loss, as VeOmni's does.
+class ExtraLossOutputs(NamedTuple):
+    """The outputs of a model's own loss function besides the loss, as VeOmni's has, and the keyword arguments that it reads.
 
     Attributes:
         function: the model's own loss function.
-        dimensions: of each value: the number of dimensions of the logits that it is, or None where it is None. None where the
-            function returns no tuple.
+        dimensions: one entry for each value after the loss in the tuple: ``logits.ndim`` if the value is the logits, which may be
+            flattened; None if it is None. None instead of a tuple if the function returns the loss alone.
         keywords: the keyword arguments that the function reads besides those of the causal cross-entropy.
     """
 
@@ -40,16 +40,18 @@ class Beside(NamedTuple):
     dimensions: tuple[int | None, ...] | None
     keywords: frozenset[str]
 
-    def returned(self, loss: Tensor, logits: Any, vocab_size: int) -> Any:
-        """The loss, as the function returns it: beside values for these logits. Lazy logits are passed on as they are."""
+    def with_loss(self, loss: Tensor, logits: Any, vocab_size: int) -> Any:
+        """The loss as the function would return it: alone, or in a tuple with these logits. Lazy logits keep their shape."""
         if self.dimensions is None:
             return loss
-        lazy = isinstance(logits, LazyLogits)
-        flat = (logits if lazy or n in (None, logits.ndim) else logits.reshape(-1, vocab_size) for n in self.dimensions)
-        return loss, *(None if n is None else one for n, one in zip(self.dimensions, flat, strict=True))
+        values = []
+        for ndim in self.dimensions:
+            as_is = ndim is None or isinstance(logits, LazyLogits) or ndim == logits.ndim
+            values.append(None if ndim is None else logits if as_is else logits.reshape(-1, vocab_size))
+        return (loss, *values)
 
-    def require_unasked(self, keywords: Mapping[str, Any]) -> None:
-        """Refuse keyword arguments that may ask the model's own function for something else than the loss.
+    def require_unread(self, keywords: Mapping[str, Any]) -> None:
+        """Refuse keyword arguments that the model's own function reads: it may compute something else with them.
 
         Raises:
             UnsupportedFeatureError: one is passed, and neither None nor False.
@@ -68,7 +70,7 @@ class CausalLoss(NamedTuple):
 
     model: Any
     head: nn.Linear
-    beside: Beside | None = None
+    extras: ExtraLossOutputs | None = None
 
 
 def causal_loss(
@@ -109,47 +111,48 @@ def causal_loss(
 class Loss:
     """The ``loss_function`` of a model: `causal_loss` by another `cross_entropy`.
 
-    Pickled, it becomes `causal_loss`, or the model's own function where that returns a tuple.
+    Pickled, it becomes `causal_loss`, or the model's own function if that returns a tuple.
     """
 
-    def __init__(self, cross_entropy: Callable[..., Tensor], beside: Beside | None = None) -> None:
-        self._cross_entropy, self._beside = cross_entropy, beside
+    def __init__(self, cross_entropy: Callable[..., Tensor], extras: ExtraLossOutputs | None = None) -> None:
+        self._cross_entropy, self._extras = cross_entropy, extras
 
     def __call__(self, logits: Any, labels: Tensor | None, vocab_size: int, *args: Any, **kwargs: Any) -> Any:
-        """The loss, with the parameters of transformers' ``ForCausalLMLoss``; in a tuple where the model's own function returns one.
+        """The loss, with the parameters of transformers' ``ForCausalLMLoss``; in a tuple if the model's own function returns one.
 
         Raises:
-            UnsupportedFeatureError: an argument that may ask the model's own function for something else.
+            UnsupportedFeatureError: an argument for which the model's own function may compute something else.
         """
-        if self._beside is not None:
-            self._beside.require_unasked(kwargs)
+        if self._extras is not None:
+            self._extras.require_unread(kwargs)
         loss = causal_loss(logits, labels, vocab_size, *args, cross_entropy=self._cross_entropy, **kwargs)
-        return loss if self._beside is None else self._beside.returned(loss, logits, vocab_size)
+        return loss if self._extras is None else self._extras.with_loss(loss, logits, vocab_size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Loss:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        beside = self._beside
-        return functools.partial, (causal_loss if beside is None or beside.dimensions is None else beside.function,)
+        extras = self._extras
+        return functools.partial, (causal_loss if extras is None or extras.dimensions is None else extras.function,)
 
 
 def _of_logits(logits: Tensor, vocab_size: int, *, labels: Tensor, **options: Any) -> Tensor:
+    """The cross-entropy of logits (..., vocabulary) by torch's function."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     return functional.cross_entropy(logits.to(wide).view(-1, vocab_size), labels.to(logits.device), **options)
 
 
-def over_logits(kernel: Callable[..., Tensor], beside: Beside | None = None) -> Loss:
+def over_logits(kernel: Callable[..., Tensor], extras: ExtraLossOutputs | None = None) -> Loss:
     """The loss by a kernel that takes logits (tokens, vocabulary) in float32 or wider, which it may overwrite."""
 
     def cross_entropy(logits: Tensor, vocab_size: int, *, labels: Tensor, **options: Any) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        own = logits.clone() if logits.dtype == wide else logits.to(wide)
-        rows = own.reshape(-1, vocab_size)
+        copied = logits.clone() if logits.dtype == wide else logits.to(wide)
+        rows = copied.reshape(-1, vocab_size)  # (tokens, vocabulary)
         labels, options["ignore_index"] = checked(labels, len(rows), **options)
         return kernel(rows, labels.to(logits.device), **options)
 
-    return Loss(cross_entropy, beside)
+    return Loss(cross_entropy, extras)
 
 
 def over_hidden_states(logits: Any, vocab_size: int, *, labels: Tensor, **options: Any) -> Tensor:
@@ -164,7 +167,7 @@ def over_hidden_states(logits: Any, vocab_size: int, *, labels: Tensor, **option
         return _of_logits(logits, vocab_size, labels=labels, **options)
     if vocab_size != logits.weight.shape[0]:
         raise ValueError(f"the head returns {logits.weight.shape[0]} logits a token, and vocab_size is {vocab_size}")
-    rows = logits.hidden_states.reshape(-1, logits.hidden_states.shape[-1])
+    rows = logits.hidden_states.reshape(-1, logits.hidden_states.shape[-1])  # (tokens, hidden)
     if labels.shape[0] != rows.shape[0]:
         raise ValueError(f"there are labels for {labels.shape[0]} tokens, and hidden states of {rows.shape[0]}")
     labels, options["ignore_index"] = checked(labels, len(rows), **options)
@@ -212,11 +215,11 @@ def prove(module: Any) -> CausalLoss:
                 labels = labels.where(labels >= 0, 3)
             expected = causal_loss(logits, labels, size, **options)
             try:
-                given = module.loss_function(logits=logits, labels=labels, vocab_size=size, **options)
-                if isinstance(given, tuple):
-                    given, *values = given
+                loss = module.loss_function(logits=logits, labels=labels, vocab_size=size, **options)
+                if isinstance(loss, tuple):
+                    loss, *values = loss
                     dimensions = _dimensions(values, logits)
-                off = abs(float(given) - float(expected))
+                off = abs(float(loss) - float(expected))
             except Unproven:
                 raise
             except Exception as error:
@@ -226,15 +229,15 @@ def prove(module: Any) -> CausalLoss:
                     f"its loss_function differs from the causal cross-entropy by {off:.1e} with {options or 'labels'}"
                 )
     function = module.loss_function
-    return CausalLoss(module, head, Beside(function, dimensions, _keywords(function) - _CAUSAL))
+    return CausalLoss(module, head, ExtraLossOutputs(function, dimensions, _keywords(function) - _CAUSAL))
 
 
-#: The parameters of transformers' ``ForCausalLMLoss``, and the ones by which fused losses are given the logits' factors.
+#: The parameters of transformers' ``ForCausalLMLoss``, and those by which fused losses take the factors of the logits.
 _CAUSAL = frozenset(inspect.signature(causal_loss).parameters) | {"hidden_states", "weights"}
 
 
 def _dimensions(values: list[Any], logits: Tensor) -> tuple[int | None, ...]:
-    """The number of dimensions of each value that a loss function returned after the loss for these logits.
+    """`ExtraLossOutputs.dimensions` of the values that a loss function returned after the loss for these logits.
 
     Raises:
         Unproven: a value is neither None nor the logits.
@@ -246,11 +249,11 @@ def _dimensions(values: list[Any], logits: Tensor) -> tuple[int | None, ...]:
             and torch.equal(value.reshape(logits.shape), logits)
         ):
             raise Unproven(f"its loss_function returns a {_path(type(value))} beside the loss, which isn't the logits")
-    return tuple(None if one is None else one.ndim for one in values)
+    return tuple(None if value is None else value.ndim for value in values)
 
 
 def _keywords(function: Any) -> frozenset[str]:
-    """The names of a function's parameters, and the strings in its code, by which it reads further keyword arguments."""
+    """The names of a function's parameters, and the strings in its code: it may read keyword arguments by any of them."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -259,12 +262,12 @@ def _keywords(function: Any) -> frozenset[str]:
     )
     if code is None:
         return frozenset()
-    constants = (one for one in code.co_consts if isinstance(one, str))
+    constants = (constant for constant in code.co_consts if isinstance(constant, str))
     return frozenset((*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *constants))
 
 
 def unrun_because(model: Any, spec: KernelSpec, names: Iterable[object]) -> str:
-    """Why a model isn't run on tokens of ours; empty where it is. The same on every rank of a job.
+    """Why a model can't be run on a probe; empty if it can. The same on every rank of a job.
 
     Args:
         names: the attention names of its parts.
@@ -321,11 +324,14 @@ def probe(model: Any) -> float:
 
 
 def head_forward(kernel: Callable[..., Tensor]) -> Callable[..., Any]:
-    """The forward of a head: lazy logits within a forward with labels and gradients, logits otherwise; the loss from `request`."""
+    """The forward of a head: lazy logits within a forward with labels and gradients, logits otherwise.
 
-    def forward(self: Any, input: Tensor, request: dict[str, Any] | None = None) -> Any:
-        if request is not None:
-            return kernel(input, self.weight, bias=self.bias, **request)
+    With `loss_arguments` it returns the loss of its hidden states: through the head, so that the hooks of the head gather its shards.
+    """
+
+    def forward(self: Any, input: Tensor, loss_arguments: dict[str, Any] | None = None) -> Any:
+        if loss_arguments is not None:
+            return kernel(input, self.weight, bias=self.bias, **loss_arguments)
         current = getattr(self, FORWARD, None) if torch.compiler.is_compiling() else _current.get()
         if current is None or current.head is not self:
             return functional.linear(input, self.weight, self.bias)
@@ -341,18 +347,18 @@ def _refuse_backward_hooks() -> NoReturn:
     raise refused("a backward hook on the head, since no gradient of logits is computed")
 
 
-#: The forward with labels and gradients that this thread runs. Traced code reads the head's attribute instead.
+#: The forward with labels and gradients that is running in this thread. Traced code reads the head's attribute instead.
 _current: ContextVar[Forward | None] = ContextVar("kernel_compat_current_forward", default=None)
 
 
-def model_forward(found: CausalLoss, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+def model_forward(loss: CausalLoss, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a model: with labels and gradients, the head returns lazy logits in it.
 
     Args:
         name: the config's value for the kernel.
-        inner: the model's forward so far, called with the model first.
+        inner: the forward that it wraps, called with the model first.
     """
-    parameters = [*inspect.signature(type(found.model).forward).parameters]
+    parameters = [*inspect.signature(type(loss.model).forward).parameters]
     position = parameters.index(LABELS.named(parameters)) - 1
 
     @functools.wraps(inner)
@@ -383,18 +389,18 @@ def model_forward(found: CausalLoss, name: str, inner: Callable[..., Any]) -> Ca
 
 
 def _computed_in_backward(outputs: Any) -> Any:
-    """The outputs, with their logits computed where a reentrant checkpoint runs the forward again, without gradients at first."""
+    """The outputs of a forward; in a reentrant checkpoint's backward, with the logits computed: it takes tensors alone."""
     if torch._C._current_graph_task_id() == -1:
         return outputs
     if isinstance(outputs, tuple):
-        return tuple(one.compute() if isinstance(one, LazyLogits) else one for one in outputs)
+        return tuple(output.compute() if isinstance(output, LazyLogits) else output for output in outputs)
     if isinstance(getattr(outputs, "logits", None), LazyLogits):
         outputs.logits = outputs.logits.compute()
     return outputs
 
 
 def _replaced(model: Any, head: Any, name: str) -> UnsupportedFeatureError | None:
-    """The error of a forward whose head or loss has been replaced since the ops were applied; None where neither has."""
+    """The error of a forward whose head or loss has been replaced since the ops were applied; None if neither has."""
     loss, outer = model.loss_function, model.get_output_embeddings()
     if isinstance(loss, Loss) and outer is head:
         return None

@@ -37,5 +37,5 @@ def require_in_range(labels: Tensor, classes: int, ignore_index: int) -> None:
     Raises:
         RuntimeError: on the CPU, a label is neither.
     """
-    there = ((labels >= 0) & (labels < classes)) | (labels == ignore_index)
-    torch._assert_async(there.all(), f"a label is none of {classes} classes, nor ignore_index={ignore_index}")
+    known = ((labels >= 0) & (labels < classes)) | (labels == ignore_index)
+    torch._assert_async(known.all(), f"a label is none of {classes} classes, nor ignore_index={ignore_index}")

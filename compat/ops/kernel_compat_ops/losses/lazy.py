@@ -58,7 +58,12 @@ class LazyLogits:
     lazy logits that the loss applies them to; any other operation raises `UnsupportedFeatureError`.
 
     Attributes:
-        layout: applied to the logits that `compute` returns, as the model's outputs are laid out for its caller.
+        hidden_states: (batch, length, hidden).
+        weight: (vocabulary, hidden), the head's.
+        bias: (vocabulary,), the head's.
+        forward: the forward that made them.
+        pointwise: operations on each logit, in order.
+        layout: applied to the logits that `compute` returns, as by a caller whose model computed without padding; None for nothing.
     """
 
     hidden_states: Tensor
@@ -117,7 +122,7 @@ class LazyLogits:
         tensors = (self.hidden_states, self.weight, self.bias)
         return tuple(None if x is None or x.is_inference() or is_freed(x) else x._version for x in tensors)
 
-    # Pointwise operations, within the forward.
+    # Pointwise operations, within the forward
 
     @property
     def shape(self) -> torch.Size:
@@ -154,11 +159,11 @@ class LazyLogits:
     def to(self, *args: Any, **kwargs: Any) -> LazyLogits:
         """The logits in another dtype; a device must be their own."""
         kwargs.pop("non_blocking", None)
-        given = (*args, *kwargs.values())
-        if len(given) == 1 and kwargs.keys() <= {"dtype", "device"}:
-            if isinstance(given[0], torch.dtype):
-                return self._then("to", Pointwise("to", given[0]))
-            if isinstance(given[0], str | int | torch.device) and torch.device(given[0]) == self.device:
+        targets = (*args, *kwargs.values())
+        if len(targets) == 1 and kwargs.keys() <= {"dtype", "device"}:
+            if isinstance(targets[0], torch.dtype):
+                return self._then("to", Pointwise("to", targets[0]))
+            if isinstance(targets[0], str | int | torch.device) and torch.device(targets[0]) == self.device:
                 return self
         self.refuse("to")
 
@@ -174,8 +179,8 @@ class LazyLogits:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
-        found = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(one, LazyLogits)]
-        found[0].refuse(getattr(function, "__name__", str(function)))
+        lazy = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
+        lazy[0].refuse(getattr(function, "__name__", str(function)))
 
     def _then(self, use: str, step: Pointwise) -> LazyLogits:
         self._require_forward(use)
@@ -185,7 +190,7 @@ class LazyLogits:
         other._autocast, other._versions = self._autocast, self._versions
         return other
 
-    # Every other use.
+    # Every other use
 
     def _require_forward(self, use: str, error: type[Exception] = TypeError) -> None:
         if self.forward.done:

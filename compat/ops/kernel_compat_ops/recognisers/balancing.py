@@ -26,8 +26,13 @@ class Balancing:
 
 
 def reference(gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int, attention_mask: Tensor | None) -> Tensor:
-    """``experts * sum(share of the choices * mean probability)`` over the experts, of all layers' tokens that count."""
-    logits = torch.cat([one.double() for one in gate_logits])
+    """``experts * sum(share of the choices * mean probability)`` over the experts, for the tokens of all layers.
+
+    Args:
+        gate_logits: (batch * length, experts) for each layer.
+        attention_mask: (batch, length): 0 for tokens that don't count.
+    """
+    logits = torch.cat([layer.double() for layer in gate_logits])
     probabilities = logits.softmax(-1)
     chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k, dim=-1).indices, 1.0)
     counts = logits.new_ones(len(logits), 1)
@@ -45,15 +50,15 @@ def prove(function: Any) -> Balancing:
     with quiet() as generator:
         logits = tuple(torch.randn(10, 6, generator=generator) * 2 for _ in range(3))
         mask = torch.tensor([[0, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
-        for given in ((logits, 6, 1, None), (logits, 6, 2, None), (logits, 6, 2, mask), (logits, 6, 6, mask)):
-            off = difference(call(function, *given), reference(*given))
+        for inputs in ((logits, 6, 1, None), (logits, 6, 2, None), (logits, 6, 2, mask), (logits, 6, 6, mask)):
+            off = difference(call(function, *inputs), reference(*inputs))
             if off >= SAME:
-                what = "without" if given[-1] is None else "with"
-                raise Unproven(f"{what} a mask and top_k={given[2]} it is off by {off:.1e} (float32, relative)")
+                masked = "without" if inputs[-1] is None else "with"
+                raise Unproven(f"{masked} a mask and top_k={inputs[2]} it is off by {off:.1e} (float32, relative)")
     return Balancing()
 
 
-def function_of(found: Balancing, kernel: Callable[..., Tensor]) -> Callable[..., Any]:
+def function_of(formula: Balancing, kernel: Callable[..., Tensor]) -> Callable[..., Any]:
     """The replacement of the function: it has its parameters, and calls a kernel."""
 
     def load_balancing_loss_func(

@@ -99,15 +99,23 @@ def reference(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """The formula, with parameters (experts, out, in); ids in `top_k_index` that are no expert's add nothing."""
+    """The formula. Ids in `top_k_index` that are no expert's add nothing.
+
+    Args:
+        hidden_states: (tokens, hidden).
+        top_k_index: (tokens, k).
+        top_k_weights: (tokens, k).
+        up: (experts, 2 * intermediate or intermediate, hidden); `up_bias` without the last dimension.
+        down: (experts, hidden, intermediate); `down_bias` without the last dimension.
+    """
     total = torch.zeros_like(hidden_states)
     for expert in top_k_index.unique().tolist():
         if not 0 <= expert < len(down):
             continue
         token, place = torch.where(top_k_index == expert)
         inside = linear(hidden_states[token], up[expert], None if up_bias is None else up_bias[expert])
-        one = linear(_activated(experts, inside), down[expert], None if down_bias is None else down_bias[expert])
-        total = total.index_add(0, token, (one * top_k_weights[token, place, None]).to(total.dtype))
+        rows = linear(_activated(experts, inside), down[expert], None if down_bias is None else down_bias[expert])
+        total = total.index_add(0, token, (rows * top_k_weights[token, place, None]).to(total.dtype))
     return total
 
 
@@ -128,7 +136,7 @@ def _is_candidate(module: nn.Module) -> bool:
     return len(_wide(module)) == 2 and len(arguments(module)) == 3
 
 
-def _calls_itself_one(path: str, module: nn.Module) -> bool:
+def _is_named_experts(path: str, module: nn.Module) -> bool:
     """Whether a module is, by its name, a mixture's experts: all of them, and not the shared ones."""
     name = type(module).__name__
     named = name.endswith(("Experts", "NaiveMoe")) and not name.endswith("SharedExperts")
@@ -137,7 +145,7 @@ def _calls_itself_one(path: str, module: nn.Module) -> bool:
 
 def _unlike_because(path: str, module: nn.Module) -> str:
     """Why a mixture's experts can't have a kernel; empty where they or a part of them are a candidate, and for other modules."""
-    if not _calls_itself_one(path, module) or any(_is_candidate(inner) for inner in module.modules()):
+    if not _is_named_experts(path, module) or any(_is_candidate(inner) for inner in module.modules()):
         return ""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         apart = "its experts are modules of their own, and kernels take them in two parameters, as most of transformers 5 has them"
@@ -157,17 +165,17 @@ def prove(module: nn.Module) -> Experts:
     _require_plain(module, layouts)
     with quiet() as generator:
         tried = (
-            ((found, probe), partial(probe.off, found))
+            ((formula, probe), partial(probe.off, formula))
             for layout in layouts
             for probe in [_Probe(module, layout, generator)]
-            for found in _formulas(module, layout)
+            for formula in _formulas(module, layout)
         )
-        found, probe = closest(tried, "every formula")
-        if found.variant != "gpt_oss" and (found.bias or found.interleaved):
-            what = "of that with biases" if found.bias else "with gate and up taking turns"
-            raise Unproven(f"it is {found}, and there is no variant {what}")
-        probe.leave_out(found)
-        return found
+        formula, probe = closest(tried, "every formula")
+        if formula.variant != "gpt_oss" and (formula.bias or formula.interleaved):
+            unknown = "of that with biases" if formula.bias else "with gate and up taking turns"
+            raise Unproven(f"it is {formula}, and there is no variant {unknown}")
+        probe.require_other_ids_ignored(formula)
+        return formula
 
 
 def _layouts(module: nn.Module) -> Iterator[Experts]:
@@ -206,15 +214,15 @@ def _formulas(module: nn.Module, layout: Experts) -> Iterator[Experts]:
         yield from (replace(layout, activation=name) for name in ACTIVATIONS)
         return
     limits, alphas = _settings(module, "limit"), _settings(module, "alpha")
-    for one in (layout, replace(layout, interleaved=True)):
-        yield from (replace(one, activation=name) for name in ACTIVATIONS if name != "relu2")
-        yield from (replace(one, limit=limit, alpha=alpha) for limit in limits for alpha in (None, *alphas))
+    for formula in (layout, replace(layout, interleaved=True)):
+        yield from (replace(formula, activation=name) for name in ACTIVATIONS if name != "relu2")
+        yield from (replace(formula, limit=limit, alpha=alpha) for limit in limits for alpha in (None, *alphas))
 
 
 def _settings(module: nn.Module, name: str) -> list[float]:
     """The numbers among a module's attributes whose names contain `name`."""
-    found = (float(v) for k, v in vars(module).items() if name in k and type(v) in (int, float))
-    return list(dict.fromkeys(v for v in found if 0 < v < float("inf")))
+    numbers = (float(v) for k, v in vars(module).items() if name in k and type(v) in (int, float))
+    return list(dict.fromkeys(v for v in numbers if 0 < v < float("inf")))
 
 
 class _EagerConfig:
@@ -243,25 +251,25 @@ class _Probe:
         self.top_k_weights = torch.randn(9, 3, generator=generator)
         self.top_k_index = torch.randint(self.experts, (9, 3), generator=generator)
         self.top_k_index[0, 0], self.top_k_index[1, 1] = 0, self.experts - 1
-        held = [weight.mT.contiguous() if layout.transposed else weight for weight in weights]
-        small = dict(zip((*names, *(f"{name}_bias" for name in names)), (*held, *biases), strict=False))
+        stored = [weight.mT.contiguous() if layout.transposed else weight for weight in weights]
+        small = dict(zip((*names, *(f"{name}_bias" for name in names)), (*stored, *biases), strict=False))
         self.module = clone(module, {**module._parameters, **small}, module._modules)
         if hasattr(module, "config"):
             vars(self.module)["config"] = _EagerConfig(module.config)
 
-    def off(self, found: Experts) -> float:
+    def off(self, formula: Experts) -> float:
         """The difference of the module from a formula."""
         return max(
-            difference(run(self.module, *inputs), reference(found, *inputs, *self.parameters))
+            difference(run(self.module, *inputs), reference(formula, *inputs, *self.parameters))
             for inputs in ((self.hidden_states * scale, self.top_k_index, self.top_k_weights) for scale in SCALES)
         )
 
-    def leave_out(self, found: Experts) -> None:
-        """Raise `Unproven` if the id that stands for another rank's experts adds something."""
+    def require_other_ids_ignored(self, formula: Experts) -> None:
+        """Raise `Unproven` if the id that stands for experts of other ranks adds to the result."""
         self.top_k_index[::2, 2] = self.experts
         off = 0.0
         with suppress(Unproven):  # it isn't accepted
-            off = self.off(found)
+            off = self.off(formula)
         if off >= SAME:
             raise Unproven(f"of {self.experts} experts it takes the id {self.experts} for one that counts")
 
@@ -276,9 +284,9 @@ def forward_of(experts: Experts, kernel: Callable[..., Tensor]) -> Callable[...,
     one dtype, and the weights may have another.
     """
     names, transposed, options = experts.arguments, experts.transposed, experts.options
-    held = {"up": experts.up, "down": experts.down}
+    parameters = {"up": experts.up, "down": experts.down}
     if experts.bias:
-        held |= {f"{key}_bias": f"{name}_bias" for key, name in held.items()}
+        parameters |= {f"{key}_bias": f"{name}_bias" for key, name in parameters.items()}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         hidden_states, top_k_index, top_k_weights = (*args, *(kwargs[name] for name in names[len(args) :]))
@@ -286,8 +294,8 @@ def forward_of(experts: Experts, kernel: Callable[..., Tensor]) -> Callable[...,
             raise ValueError(f"there are {tuple(top_k_weights.shape)} weights for {tuple(top_k_index.shape)} experts")
         if hidden_states.shape[0] == 0:
             return torch.zeros_like(hidden_states)
-        tensors = {"x": hidden_states, **{key: getattr(self, name) for key, name in held.items()}}
-        tensors = _as_linear_layers_do(tensors)
+        tensors = {"x": hidden_states, **{key: getattr(self, name) for key, name in parameters.items()}}
+        tensors = _as_autocast(tensors)
         x, wide, narrow = tensors.pop("x"), tensors.pop("up"), tensors.pop("down")
         if transposed:
             wide, narrow = wide.mT, narrow.mT
@@ -296,16 +304,16 @@ def forward_of(experts: Experts, kernel: Callable[..., Tensor]) -> Callable[...,
     return forward
 
 
-def _as_linear_layers_do(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _as_autocast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors in autocast's dtype where autocast is on; else unchanged, and refused if their dtypes differ."""
     kind = tensors["x"].device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         return {name: value.to(dtype) for name, value in tensors.items()}
     if len({value.dtype for value in tensors.values()}) > 1:
-        found = ", ".join(f"{name} {value.dtype}" for name, value in tensors.items())
-        raise TypeError(f"hidden states and parameters must be of one dtype, not {found}")
+        dtypes = ", ".join(f"{name} {value.dtype}" for name, value in tensors.items())
+        raise TypeError(f"hidden states and parameters must be of one dtype, not {dtypes}")
     return tensors
 
 
-RECOGNISER = ModuleRecogniser(_is_candidate, prove, forward_of, _calls_itself_one, _unlike_because)
+RECOGNISER = ModuleRecogniser(_is_candidate, prove, forward_of, _is_named_experts, _unlike_because)

@@ -70,12 +70,12 @@ def forward_of(mlp: GatedMlp, kernel: Callable[[Tensor, Tensor], Tensor]) -> Cal
 
 def _projections(module: nn.Module) -> dict[str, tuple[int, int]]:
     """The sizes of the linear children by name, PEFT's and quantized ones included."""
-    found = {}
+    projections = {}
     for name, child in module._modules.items():
         sizes = (getattr(child, "in_features", None), getattr(child, "out_features", None))
         if isinstance(sizes[0], int) and isinstance(sizes[1], int):
-            found[name] = (sizes[0], sizes[1])
-    return found
+            projections[name] = (sizes[0], sizes[1])
+    return projections
 
 
 def _others(module: nn.Module) -> list[nn.Module]:
@@ -92,7 +92,7 @@ def _is_candidate(module: nn.Module) -> bool:
     else:
         fits = len(sizes) == 2 and any(both == (down[1], 2 * down[0]) for both, down in itertools.permutations(sizes))
     others = [module, *_others(module)]
-    return fits and takes_one(module) and not any(list(one.parameters(recurse=one is not module)) for one in others)
+    return fits and takes_one(module) and not any(list(part.parameters(recurse=part is not module)) for part in others)
 
 
 def _is_required(path: str, module: nn.Module) -> bool:
@@ -103,7 +103,7 @@ def _is_required(path: str, module: nn.Module) -> bool:
 
 def prove(module: nn.Module) -> GatedMlp:
     """The formula of a module; raises `Unproven`."""
-    if any(buffer is not None for one in (module, *_others(module)) for buffer in one._buffers.values()):
+    if any(buffer is not None for part in (module, *_others(module)) for buffer in part._buffers.values()):
         raise Unproven("it has buffers, whose values may become others")
     with quiet() as generator:
         formulas = _formulas([*_projections(module)])
@@ -139,7 +139,7 @@ def _difference(module: nn.Module, mlp: GatedMlp, generator: torch.Generator) ->
 
 
 class _Linear(nn.Module):  # type: ignore[misc]
-    """A linear layer without parameters: contexts that build models without weights put those on the meta device."""
+    """A linear layer whose weights are plain tensors: a context that builds models without weights puts parameters on meta."""
 
     def __init__(self, bias: bool, mlp: GatedMlp, name: str, generator: torch.Generator) -> None:
         super().__init__()

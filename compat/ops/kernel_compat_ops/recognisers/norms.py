@@ -68,20 +68,20 @@ def layer_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tens
 
 def _vectors(module: nn.Module) -> list[str]:
     """The names of the parameters of a module that holds vectors of one size and nothing else; empty for other modules."""
-    found = {name: p for name, p in module._parameters.items() if p is not None}
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
     holds_more = module._modules or any(b is not None for b in module._buffers.values())
-    plain = len({p.shape for p in found.values()}) == 1 and all(p.dim() == 1 for p in found.values())
-    return [*found] if plain and not holds_more else []
+    plain = len({p.shape for p in parameters.values()}) == 1 and all(p.dim() == 1 for p in parameters.values())
+    return [*parameters] if plain and not holds_more else []
 
 
-def _calls_itself_rms(module: nn.Module) -> bool:
-    """Whether a module's class is named an RMSNorm."""
+def _is_named_rms(module: nn.Module) -> bool:
+    """Whether the name of a module's class is that of an RMSNorm."""
     return "rmsnorm" in type(module).__name__.lower()
 
 
 def _rms_note(module: nn.Module) -> str:
     weightless = not any(p is not None for p in module._parameters.values())
-    return "without a weight stays eager" if _calls_itself_rms(module) and weightless else ""
+    return "without a weight stays eager" if _is_named_rms(module) and weightless else ""
 
 
 #: The formulas of an RMSNorm by variant and casting. Castings are equal in float32.
@@ -113,9 +113,9 @@ def _prove(
             # Some rows so small that eps shows, some so large that a clamp does.
             x = rows * torch.tensor([1.0, 1e4, 1.0, eps**0.5, eps]).unsqueeze(-1)
             return max(
-                difference(run(probe, *given), formula(*given, *values.values(), eps), by_row=True)
+                difference(run(probe, *inputs), formula(*inputs, *values.values(), eps), by_row=True)
                 for probe in probes
-                for given in ((x, *gates), (x[0], *(gate[0] for gate in gates)))
+                for inputs in ((x, *gates), (x[0], *(gate[0] for gate in gates)))
             )
 
         each = {variant: formula for (variant, _), formula in formulas.items()}
@@ -129,9 +129,9 @@ def _prove(
         if rounds:
             half = {name: value.bfloat16() for name, value in values.items()}
             x = torch.randn(max(16, 4096 // size), size, generator=generator).bfloat16()
-            found = run(clone(module, half), x)
+            result = run(clone(module, half), x)
             castings = {key[1]: formula for key, formula in formulas.items() if key[0] == variant}
-            casting = rounded_as(found, {key: formula(x, *half.values(), eps) for key, formula in castings.items()})
+            casting = rounded_as(result, {key: formula(x, *half.values(), eps) for key, formula in castings.items()})
     return Norm(variant, inputs, tuple(parameters), name, eps, casting)
 
 
@@ -146,9 +146,9 @@ def forward_of(norm: Norm, kernel: Callable[..., Tensor]) -> Callable[..., Any]:
     options = {"casting": norm.casting} if norm.casting else {}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        given = [*args, *[kwargs[name] for name in inputs[len(args) :]]]
+        tensors = [*args, *[kwargs[name] for name in inputs[len(args) :]]]
         eps = getattr(self, eps_name) if eps_name else fixed
-        return kernel(*given, *[getattr(self, name) for name in parameters], eps, **options)
+        return kernel(*tensors, *[getattr(self, name) for name in parameters], eps, **options)
 
     return forward
 
@@ -157,9 +157,9 @@ RMS = ModuleRecogniser(
     lambda module: len(_vectors(module)) == 1 and takes_one(module),
     partial(_prove, formulas=_RMS_FORMULAS, description="every formula"),
     forward_of,
-    is_required=lambda path, module: _calls_itself_rms(module),
+    is_required=lambda path, module: _is_named_rms(module),
     unlike=lambda path, module: (
-        "its weight is parametrized" if _calls_itself_rms(module) and "parametrizations" in module._modules else ""
+        "its weight is parametrized" if _is_named_rms(module) and "parametrizations" in module._modules else ""
     ),
     note=_rms_note,
 )

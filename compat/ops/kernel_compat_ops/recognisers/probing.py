@@ -45,7 +45,7 @@ def ranks() -> int:
 
 @contextmanager
 def quiet() -> Iterator[torch.Generator]:
-    """No gradients, and the CPU and float32 for new tensors, whatever is in force outside; yields a generator of its own.
+    """A context without gradients or autocast, with the CPU and float32 for new tensors; yields a generator of its own.
 
     The global random state, which dropout draws from, is restored. On one of several ranks a collective raises `Unproven`.
     """
@@ -72,9 +72,9 @@ def clone(
     children: Mapping[str, Any] | None = None,
     training: bool = True,
 ) -> nn.Module:
-    """A module like another, with other parameters and children; the other stays as it is, and so does everything in it.
+    """A copy of a module with other parameters and children; the module and everything in it stay as they are.
 
-    In training mode by default, where dropout shows; buffers that hold values are on the CPU.
+    In training mode by default, where dropout shows. Buffers with values are copied to the CPU; hooks are left out.
     """
     # Not by copy.copy: the class that FSDP2 gives a module makes one of the class it was of.
     other: nn.Module = object.__new__(type(module))
@@ -114,7 +114,7 @@ def takes_one(module: nn.Module) -> bool:
 def call(function: Callable[..., Any], *inputs: Any) -> Any:
     """The result for copies of the inputs; raises `Unproven` if the function fails."""
     try:
-        return function(*(one.clone() if isinstance(one, Tensor) else one for one in inputs))
+        return function(*(value.clone() if isinstance(value, Tensor) else value for value in inputs))
     except Unproven:
         raise
     except Exception as error:  # the code of any model
@@ -126,21 +126,24 @@ def run(module: nn.Module, *inputs: Any) -> Any:
     return call(type(module).forward, module, *inputs)
 
 
-def difference(found: Any, expected: Tensor, by_row: bool = False) -> float:
+def difference(result: Any, expected: Tensor, by_row: bool = False) -> float:
     """The largest difference, relative to the largest value that is expected, or of its row; infinite where shapes differ."""
-    if not isinstance(found, Tensor) or found.shape != expected.shape or found.is_meta:
+    if not isinstance(result, Tensor) or result.shape != expected.shape or result.is_meta:
         return float("inf")
-    found, expected = found.double(), expected.double()
+    result, expected = result.double(), expected.double()
     scale = expected.abs().amax(-1, keepdim=True) if by_row else expected.abs().max()
-    value = float(((found - expected).abs() / scale.clamp_min(1e-300)).max())
+    value = float(((result - expected).abs() / scale.clamp_min(1e-300)).max())
     return float("inf") if value != value else value
 
 
 def closest(formulas: Iterable[tuple[F, Callable[[], float]]], description: str) -> F:
-    """The first formula, each with a function that computes the difference from it, that differs by rounding alone.
+    """The first formula whose difference is within rounding.
+
+    Args:
+        formulas: each with a function that computes the difference from it.
 
     Raises:
-        Unproven: no function is close enough. If every function raises `Unproven`, the error of the first.
+        Unproven: no formula is close enough. If every function raises `Unproven`, the error of the first.
     """
     least, failure = float("inf"), None
     for formula, measure in formulas:
@@ -157,12 +160,12 @@ def closest(formulas: Iterable[tuple[F, Callable[[], float]]], description: str)
     raise Unproven(f"it differs from {description} by {least:.1e} or more (float32, relative)")
 
 
-def rounded_as(found: Any, expected: Mapping[F, Tensor]) -> F:
-    """The key of the values in bfloat16 that a result equals to the bit, but for a few; raises `Unproven`."""
+def rounded_as(result: Any, expected: Mapping[F, Tensor]) -> F:
+    """The key of the expected values that a result in bfloat16 equals to the bit, but for a few; raises `Unproven` for none."""
     best = 0.0
     for key, values in expected.items():
-        if isinstance(found, Tensor) and (found.dtype, found.shape) == (values.dtype, values.shape):
-            alike = float((found == values).float().mean())
+        if isinstance(result, Tensor) and (result.dtype, result.shape) == (values.dtype, values.shape):
+            alike = float((result == values).float().mean())
             if alike >= ALIKE:
                 return key
             best = max(best, alike)

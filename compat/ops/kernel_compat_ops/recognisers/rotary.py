@@ -48,8 +48,8 @@ class Rotary:
 
 def rotate_half(x: Tensor) -> Tensor:
     """The second half of the channels negated, then the first."""
-    one, other = x.chunk(2, dim=-1)
-    return torch.cat((-other, one), dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
 
 
 def apart(x: Tensor) -> Tensor:
@@ -62,15 +62,15 @@ def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     rotary = cos.shape[-1]
 
-    def one(x: Tensor) -> Tensor:
-        turned = x[..., :rotary] * cos + rotate_half(x[..., :rotary]) * sin
-        return torch.cat((turned, x[..., rotary:]), dim=-1)
+    def rotate(x: Tensor) -> Tensor:
+        rotated = x[..., :rotary] * cos + rotate_half(x[..., :rotary]) * sin
+        return torch.cat((rotated, x[..., rotary:]), dim=-1)
 
-    return one(q), one(k)
+    return rotate(q), rotate(k)
 
 
 def sectioned(cos: Tensor, sections: Iterable[int]) -> Tensor:
-    """Of cosines (3, batch, length, rotary_dim) of three kinds of positions, each section's (batch, length, rotary_dim)."""
+    """Cosines (batch, length, rotary_dim): each section of channels from the row of `cos` (3, batch, length, rotary_dim) for its positions."""
     parts = cos.split([*sections, *sections], dim=-1)
     return torch.cat([part[index % 3] for index, part in enumerate(parts)], dim=-1)
 
@@ -89,10 +89,10 @@ def prove(function: Any) -> Rotary:
         cos, sin = (sectioned(table, *sections) for table in tables) if sections else tables
         return reference(apart(q) if pairs else q, apart(k) if pairs else k, cos, sin)
 
-    def off(pairs: bool, *given: Tensor) -> float:
-        found = call(function, *given, *sections)
-        same_form = isinstance(found, tuple) and len(found) == 2
-        return max(map(difference, found, expected(pairs, *given))) if same_form else float("inf")
+    def off(pairs: bool, *inputs: Tensor) -> float:
+        results = call(function, *inputs, *sections)
+        same_form = isinstance(results, tuple) and len(results) == 2
+        return max(map(difference, results, expected(pairs, *inputs))) if same_form else float("inf")
 
     with quiet() as generator:
         # No cosines and sines of an angle, whose relation could hide a difference.
@@ -108,11 +108,11 @@ def prove(function: Any) -> Rotary:
         if part != float("inf") and (part >= SAME or pairs or needs_equal):
             raise Unproven(f"with cosines for a part of the channels it is off by {part:.1e} (float32, relative)")
         half = [x.bfloat16() for x in (q, k, *(equal if needs_equal else tables))]
-        found = torch.cat([x.flatten() for x in function(*half, *sections)])
-        # Rounded with each operation, or once, at the end.
+        result = torch.cat([x.flatten() for x in function(*half, *sections)])
+        # Rounded after each operation, or once, at the end.
         roundings = {wide: expected(pairs, *(x.float() if wide else x for x in half)) for wide in (False, True)}
         wide = rounded_as(
-            found, {key: torch.cat([x.flatten() for x in pair]).bfloat16() for key, pair in roundings.items()}
+            result, {key: torch.cat([x.flatten() for x in pair]).bfloat16() for key, pair in roundings.items()}
         )
         mixed, _ = function(*half[:2], *tables, *sections)
     variant = "multimodal" if sections else "full" if part == float("inf") else "partial"
@@ -127,8 +127,8 @@ def require_equal_halves(model: nn.Module) -> None:
     with quiet():
         for maker in makers:
             for table in _tables(maker):
-                one, other = table.chunk(2, dim=-1)
-                if difference(one, other) > 0:
+                first, second = table.chunk(2, dim=-1)
+                if difference(first, second) > 0:
                     raise Unproven(f"{type(maker).__name__} makes cosines whose halves differ")
 
 
@@ -148,14 +148,14 @@ def _tables(maker: nn.Module) -> Iterator[Tensor]:
     types: Iterable[Any] = ()
     if takes_type := arguments(maker)[2:] == ("layer_type",):
         types = dict.fromkeys(getattr(vars(maker).get("config"), "layer_types", None) or [None])
-    for more in [(one,) for one in types] if takes_type else [()]:
+    for more in [(layer_type,) for layer_type in types] if takes_type else [()]:
         try:
-            made = run(probe, x, positions, *more)
+            tables = run(probe, x, positions, *more)
         except Unproven:  # it takes three kinds of positions
-            made = run(probe, x, positions.expand(3, 1, 5), *more)
-        if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(one, Tensor) for one in made)):
+            tables = run(probe, x, positions.expand(3, 1, 5), *more)
+        if not (isinstance(tables, tuple) and len(tables) == 2 and all(isinstance(table, Tensor) for table in tables)):
             raise Unproven(f"{type(maker).__name__} makes no pair of cosines and sines")
-        yield from made
+        yield from tables
 
 
 def function_of(rotary: Rotary, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -166,9 +166,9 @@ def function_of(rotary: Rotary, kernel: Callable[..., tuple[Tensor, Tensor]]) ->
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        unsqueeze_dim = given.get("unsqueeze_dim", 1)
-        sections = (given["mrope_section"],) if has_sections else ()
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        unsqueeze_dim = options.get("unsqueeze_dim", 1)
+        sections = (options["mrope_section"],) if has_sections else ()
         dtype = q.dtype
         if unsqueeze_dim == 0 and cos.dim() == 2:  # Pixtral's (length, channels), without a batch
             cos, sin, unsqueeze_dim = cos[None], sin[None], 1

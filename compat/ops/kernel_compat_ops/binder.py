@@ -1,4 +1,4 @@
-"""From a config to the changes of a model: the modules of an op, the formula of each, and the kernel for it."""
+"""Binding a model to the kernels of a config: the modules of each op, the formula of each, and the kernel for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernel_compat.patching import rewriting, swap
 from kernel_compat.policy.capabilities import is_over_ranks
 
 from . import hub
-from .instances import Change, ops_of, ours, replaced, undo, whose
+from .instances import Change, mark_as_bound, ops_of, qualified_name, replaced, undo
 from .losses import causal as losses
 from .op_slot import OpSlot
 from .recognisers import balancing, experts, mlps, norms, rotary
@@ -28,7 +28,7 @@ from .recognisers.recogniser import FunctionRecogniser, ModuleRecogniser
 from .registry import OpRegistry, default
 from .spec import EAGER, Binding, KernelSpec
 
-__all__ = ["Plan", "refusal"]
+__all__ = ["Binder", "refusal"]
 
 #: In the order in which a model is changed: a fused loss wraps the forward that a balancing loss is in.
 _RECOGNISERS: dict[str, ModuleRecogniser | FunctionRecogniser | None] = {
@@ -53,25 +53,26 @@ def refusal(model: Any, op: str, value: str, environment: Environment | None = N
         environment: of another machine, where no kernel can be loaded; default: this one.
     """
     try:
-        Plan(model, {f"{op}_implementation": value}, dry=environment is not None, environment=environment)
+        Binder(model, {f"{op}_implementation": value}, dry=environment is not None, environment=environment)
     except (UnsupportedFeatureError, KernelUnavailableError, ValueError) as error:
         return str(error)
     return ""
 
 
-class Plan:
-    """The changes that a config makes to a model: complete, or refused, before anything is changed.
+class Binder:
+    """The changes that a config makes to a model: all are made out, or refused, before anything is changed.
 
     Args:
         config: values by field, as of an `OpsConfig`.
-        dry: load no kernels, to see what would be bound; such a plan must not be made.
+        dry: load no kernels, to see what would be bound; `bind` must not be called then.
         registry: the ops and kernels that the values choose from.
         environment: kernels are refused that don't run in it; default: this one, or any if `dry`.
 
     Attributes:
-        changes: the changes that `make` makes; it adds the ones that are only known then.
+        changes: the changes that `bind` makes; it adds the ones that are only known then.
+        bindings: the kernels that they bind.
         notes: the ops that the model doesn't have, and the parts that stay eager.
-        shared: the ops that a part of the model has the same kernels for already.
+        shared: ops for which a part of the model has the same kernel already.
 
     Raises:
         UnsupportedFeatureError, KernelUnavailableError, ValueError: as `apply_ops`.
@@ -107,14 +108,14 @@ class Plan:
             self.bindings.append(Binding("", "attn", "", self._attention))
 
     def add(self, op: str, value: str) -> list[Binding]:
-        """Plan one op more, and return its bindings. After an error the plan is useless."""
-        found = self._registry.op(op)
-        if value in (EAGER, found.default):
+        """Add the changes of one more op, and return its bindings. After an error the binder can't be used any more."""
+        registered = self._registry.op(op)
+        if value in (EAGER, registered.default):
             self._empty_slots(op)
             return []
         if not self._registry.kernels(op, value):  # another op of the field may have one
-            self._registry.require_value(found.field, value, None)
-            if value in found.values:
+            self._registry.require_value(registered.field, value, None)
+            if value in registered.values:
                 self.notes.append(f"{op}: {value!r} chooses no kernel here: the code that registered the op reads it")
             return []
         first, notes = len(self.bindings), len(self.notes)
@@ -128,15 +129,15 @@ class Plan:
             self._losses(op, value)
         bindings = self.bindings[first:]
         if not bindings and op not in self.shared and len(self.notes) == notes:
-            what = "none" if op in _RECOGNISERS else "no module with an OpSlot for it"
-            self.notes.append(f"{op}: this model has {what}")
+            absent = "none" if op in _RECOGNISERS else "no module with an OpSlot for it"
+            self.notes.append(f"{op}: this model has {absent}")
         return bindings
 
-    def make(self) -> None:
-        """Change the model.
+    def bind(self) -> None:
+        """Make the changes. After an error the model is as it was.
 
         Raises:
-            UnsupportedFeatureError: its loss is another with the kernel. As after every error, nothing is changed.
+            UnsupportedFeatureError: its loss on a probe differs with the kernel.
         """
         self.changes += self._hub.guards([change.module for change in self.changes])
         eager = self._eager_loss()
@@ -151,18 +152,18 @@ class Plan:
             raise
 
     def _eager_loss(self) -> float | None:
-        """The loss that a kernel's is compared with; None, with a note that says why, where the model isn't run or fails."""
+        """The model's own loss on a probe; None, with a note that says why, where the model isn't run or fails."""
         if self._loss is None:
             return None
         loss, spec = self._loss
-        why = losses.unrun_because(loss.model, spec, [getattr(config, _ATTENTION) for config in self._configs()])
-        if not why:
+        reason = losses.unrun_because(loss.model, spec, [getattr(config, _ATTENTION) for config in self._configs()])
+        if not reason:
             try:
                 return losses.probe(loss.model)
             except (Unproven, UnsupportedFeatureError) as error:
-                why = str(error)
+                reason = str(error)
         self.notes.append(
-            f"cross_entropy_loss: the first forward with labels shows whether the model calls its loss: {why}"
+            f"cross_entropy_loss: the first forward with labels shows whether the model calls its loss: {reason}"
         )
         return None
 
@@ -173,7 +174,7 @@ class Plan:
         return [*{id(owner): owner for owner in owners if _ATTENTION in getattr(owner, "__dict__", ())}.values()]
 
     def _require_spread(self, name: str) -> None:
-        """Refuse an attention name within a rank for a model whose attention is over several."""
+        """Refuse an attention name that computes within a rank for a model whose attention spreads over several."""
         for config in self._configs():
             before = getattr(config, _ATTENTION)
             if is_over_ranks(before) and not is_over_ranks(name):
@@ -203,7 +204,7 @@ class Plan:
                 f"Load the model with {name!r}.",
             )
 
-    # The modules of each op.
+    # The modules of each op
 
     def _slots(self, op: str, value: str) -> None:
         for path, module, name, slot in self._slots_for(op):
@@ -213,18 +214,18 @@ class Plan:
             with _refusing(op, value, path, module):
                 kernel = self._kernel(self._spec(op, value, slot.variant))
             label = f"{path}.{name}".strip(".")
-            self.changes += [Change(slot, key, given, label) for key, given in slot.contents(value, kernel).items()]
+            self.changes += [Change(slot, key, content, label) for key, content in slot.contents(value, kernel).items()]
             self.bindings.append(Binding(label, op, slot.variant, value, "an OpSlot"))
 
     def _empty_slots(self, op: str) -> None:
-        """Have the slots that nothing was chosen for say that ``eager`` is."""
+        """Set the slots that nothing was chosen for to ``eager``."""
         for path, _, name, slot in self._slots_for(op):
             if not slot.is_bound:
                 label = f"{path}.{name}".strip(".")
-                self.changes += [Change(slot, key, given, label) for key, given in slot.contents(EAGER).items()]
+                self.changes += [Change(slot, key, content, label) for key, content in slot.contents(EAGER).items()]
 
     def _slots_for(self, op: str) -> Iterator[tuple[str, nn.Module, str, OpSlot]]:
-        """The slots for an op, with the path and module of each and its name there, which this plan's registry can fill."""
+        """The slots for an op that this binder's registry fills: the path of the module, the module, the attribute, the slot."""
         for path, module in self.model.named_modules():
             for name, slot in vars(module).items():
                 if isinstance(slot, OpSlot) and slot.op == op and slot.registry is self._registry:
@@ -238,20 +239,20 @@ class Plan:
                 continue
             with _refusing(op, value, path, module):
                 if not recogniser.is_candidate(module):
-                    if why := recogniser.unlike(path, module):
-                        raise Unproven(why)
+                    if reason := recogniser.unlike(path, module):
+                        raise Unproven(reason)
                     if note := recogniser.note(module):
                         noted.setdefault(note, set()).add(type(module).__name__)
                     continue
                 if (key := kind(module)) not in proven:
                     proven[key] = _attempt(recogniser.prove, module)
-                if isinstance(found := proven[key], Unproven):
+                if isinstance(formula := proven[key], Unproven):
                     if recogniser.is_required(path, module):
-                        raise found
+                        raise formula
                     continue
-                forward = recogniser.bind(found, self._kernel(self._spec(op, value, found.variant)))
+                forward = recogniser.bind(formula, self._kernel(self._spec(op, value, formula.variant)))
                 _require_unreplaced(module)
-                self._bind(module, forward, Binding(path, op, found.variant, value, str(found)))
+                self._bind(module, forward, Binding(path, op, formula.variant, value, str(formula)))
         self.notes += [f"{op}: {', '.join(sorted(names))} {note}" for note, names in noted.items()]
 
     def _functions(self, op: str, value: str, recogniser: FunctionRecogniser) -> None:
@@ -260,13 +261,13 @@ class Plan:
         @functools.cache
         def replacement(name: str, function: Any) -> tuple[str, Callable[..., Any]]:
             try:
-                found = recogniser.prove(hub.unkernelized(function))
+                formula = recogniser.prove(hub.unkernelized(function))
             except Unproven as error:
                 raise Unproven(f"{name}: {error}") from None
-            spec = self._spec(op, value, found.variant)
-            if spec.assumes or getattr(found, "needs_equal_halves", False):
+            spec = self._spec(op, value, formula.variant)
+            if spec.assumes or getattr(formula, "needs_equal_halves", False):
                 recogniser.require(self.model)
-            return spec.variant, recogniser.bind(found, self._kernel(spec))
+            return spec.variant, recogniser.bind(formula, self._kernel(spec))
 
         @functools.cache
         def rewritten(function: FunctionType, replacements: tuple[tuple[str, Any], ...]) -> FunctionType:
@@ -280,20 +281,20 @@ class Plan:
                 if self._has(module, op, value, method):
                     continue
                 with _refusing(op, value, path, module):
-                    found = {name: replacement(name, function) for name, function in functions.items()}
-                    variant = "+".join(dict.fromkeys(variant for variant, _ in found.values()))
-                    original = self._taken(module, method) or inspect.getattr_static(type(module), method)
-                    function = rewritten(original, tuple((name, kernel) for name, (_, kernel) in found.items()))
+                    replacements = {name: replacement(name, function) for name, function in functions.items()}
+                    variant = "+".join(dict.fromkeys(variant for variant, _ in replacements.values()))
+                    original = self._taken_back(module, method) or inspect.getattr_static(type(module), method)
+                    function = rewritten(original, tuple((name, kernel) for name, (_, kernel) in replacements.items()))
                     if method == "forward":
                         _require_unreplaced(module)
                     where = path if method == "forward" else f"{path}.{method}".strip(".")
-                    self._bind(module, function, Binding(where, op, variant, value, ", ".join(found)), method)
+                    self._bind(module, function, Binding(where, op, variant, value, ", ".join(replacements)), method)
 
     def _losses(self, op: str, value: str) -> None:
-        found = losses.find(self.model)
-        if found is None:
+        part = losses.find(self.model)
+        if part is None:
             return
-        path, module = found
+        path, module = part
         if self._has(module, op, value) or self._has(module, op, value, "_loss_function"):
             return
         with _refusing(op, value, path, module):
@@ -304,24 +305,24 @@ class Plan:
             self._loss = loss, spec
             binding = Binding(path, op, spec.variant, value, "causal cross-entropy")
             if over_logits:
-                self.changes.append(
-                    Change(module, "_loss_function", ours(losses.over_logits(kernel, loss.beside), op, value))
-                )
+                function = mark_as_bound(losses.over_logits(kernel, loss.extras), op, value)
+                self.changes.append(Change(module, "_loss_function", function))
                 self.bindings.append(binding)
                 return
-            inner = self._taken(module, "forward") or type(module).forward
+            inner = self._taken_back(module, "forward") or type(module).forward
             if (own := replaced(module)) is not None:
                 self.changes.append(Change(module, losses.INNER, (own,)))
                 inner = _inner_of(inner)
+            head_forward = mark_as_bound(losses.head_forward(kernel), op, value)
             self.changes += [
-                Change(loss.head, "forward", MethodType(ours(losses.head_forward(kernel), op, value), loss.head)),
+                Change(loss.head, "forward", MethodType(head_forward, loss.head)),
                 Change(loss.head, losses.FORWARD, None),
                 Change(module, losses.HEAD, (loss.head,)),
-                Change(module, "_loss_function", losses.Loss(losses.over_hidden_states, loss.beside)),
+                Change(module, "_loss_function", losses.Loss(losses.over_hidden_states, loss.extras)),
             ]
             self._bind(module, losses.model_forward(loss, value, inner), binding)
 
-    # What they share.
+    # Shared by the ops
 
     def _spec(self, op: str, value: str, variant: str) -> KernelSpec:
         variants = [spec.variant for spec in self._registry.kernels(op, value)]
@@ -329,29 +330,29 @@ class Plan:
             raise Unproven(f"it is of the variant {variant!r}, and the kernel is for {', '.join(variants) or 'none'}")
         return self._registry.require_kernel(op, variant, value, self._environment)
 
-    def _has(self, module: nn.Module, op: str, wanted: str, method: str = "forward") -> bool:
-        """Whether a module has the kernel already.
+    def _has(self, module: nn.Module, op: str, value: str, method: str = "forward") -> bool:
+        """Whether the module has a kernel for the op already.
 
         Raises:
-            ValueError: it has another one for the op.
+            ValueError: that of another value.
         """
-        found = ops_of(module, method).get(op)
-        if found is None:
+        bound = ops_of(module, method).get(op)
+        if bound is None:
             return any(
                 slot.op == op and slot.registry is self._registry
                 for slot in vars(module).values()
                 if isinstance(slot, OpSlot)
             )
-        if found != wanted:
+        if bound != value:
             raise ValueError(
-                f"a {type(module).__name__} has the kernel {found!r} for {op} already, applied to it or to a model that it is "
-                f"a part of: undo that before applying {wanted!r}"
+                f"a {type(module).__name__} has the kernel {bound!r} for {op} already, applied to it or to a model that it is "
+                f"a part of: undo that before applying {value!r}"
             )
         self.shared.add(op)
         return True
 
-    def _taken(self, module: nn.Module, method: str) -> Any:
-        """The function that is planned for a method, taken out of the plan; None where none is."""
+    def _taken_back(self, module: nn.Module, method: str) -> Any:
+        """The function that a change binds as a method of the module, without that change from now on; None if none does."""
         for change in self.changes:
             if change.module is module and change.attribute == method:
                 self.changes.remove(change)
@@ -359,15 +360,16 @@ class Plan:
         return None
 
     def _bind(self, module: nn.Module, function: Callable[..., Any], binding: Binding, method: str = "forward") -> None:
-        if method == "forward" and (why := self._hub.refuse(binding.path)):
-            raise Unproven(why)
-        self.changes.append(Change(module, method, MethodType(ours(function, binding.op, binding.kernel), module)))
+        if method == "forward" and (reason := self._hub.refuse(binding.path)):
+            raise Unproven(reason)
+        function = mark_as_bound(function, binding.op, binding.kernel)
+        self.changes.append(Change(module, method, MethodType(function, module)))
         self.bindings.append(binding)
 
 
 @contextmanager
 def _refusing(op: str, value: str, path: str, module: nn.Module) -> Iterator[None]:
-    """Raise an `UnsupportedFeatureError` that names the module for an `Unproven`."""
+    """Turn an `Unproven` into an `UnsupportedFeatureError` that names the module."""
     try:
         yield
     except Unproven as error:
@@ -386,11 +388,13 @@ def _attempt(prove: Callable[[Any], Any], subject: Any) -> Any:
 
 def _require_unreplaced(module: nn.Module) -> None:
     if (own := replaced(module)) is not None:
-        raise Unproven(f"its forward has been replaced by {whose(own)}, and one of the two can be in force")
+        raise Unproven(
+            f"its forward has been replaced by {qualified_name(own)}, and only one of the two can be in force"
+        )
 
 
 def _inner_of(like: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls the forward that an instance had of its own; with the signature of its class's."""
+    """A forward that calls the one that the instance had before ours; with the signature of `like`."""
 
     @functools.wraps(like)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -400,6 +404,7 @@ def _inner_of(like: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compare(loss: losses.CausalLoss, spec: KernelSpec, eager: float) -> None:
+    """Raise an `UnsupportedFeatureError` if the loss on a probe with the kernel isn't `eager`, but for rounding."""
     half = next(loss.model.parameters()).dtype in (torch.float16, torch.bfloat16)
     with _refusing(spec.op, spec.name, "", loss.model):
         off = abs(losses.probe(loss.model) - eager) / max(abs(eager), 1e-6)
