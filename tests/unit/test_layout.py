@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ class Seen:
 
     def __init__(self) -> None:
         self.stacks: list[list[tuple[str, str]]] = []
+        self.queries: list[weakref.ref[Any]] = []
+        self.alive = 0
 
     def flash_attn_varlen_func(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any,
@@ -70,6 +73,8 @@ class Seen:
             stack.append((frame.f_code.co_filename, frame.f_code.co_name))
             frame = frame.f_back
         self.stacks.append(stack)
+        self.alive = sum(query() is not None for query in self.queries)
+        self.queries.append(weakref.ref(q.untyped_storage()))
         return torch.zeros_like(q)
 
 
@@ -158,3 +163,38 @@ def test_under_inference_mode_nothing_is_kept(model: Callable[[Any], Any], found
         batch = {name: value.clone() for name, value in BATCHES["padded"].items()}
         ours(**batch, use_cache=False)
     assert len(found) == len(LAYER_TYPES)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_layout_keeps_no_tensors_of_a_layer(model: Callable[[Any], Any], kind: str) -> None:
+    kernel = Seen()
+    with torch.no_grad():
+        model(kernel)(**BATCHES[kind], use_cache=False)
+    assert len(kernel.queries) == len(LAYER_TYPES)
+    assert kernel.alive == 0  # of the layers before the last one
+
+
+def test_a_mask_that_needs_a_gradient_goes_through_checkpoints(model: Callable[[Any], Any], found: list[Any]) -> None:
+    """Its graph lasts for one backward, in which each layer is computed again."""
+    ours = model("flash_attention_reference").train()
+    hidden = torch.zeros(6, 6).masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf)
+    numbers = torch.zeros(6, 6, requires_grad=True)
+    gradients = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            ours.gradient_checkpointing_enable({"use_reentrant": False})
+        mask = (hidden + numbers).expand(2, 1, 6, 6)
+        out = ours(input_ids=BATCHES["dense"]["input_ids"], attention_mask=mask, use_cache=False)
+        gradients.append(torch.autograd.grad(out.last_hidden_state.square().sum(), numbers)[0])
+    assert gradients[0].abs().sum() > 0
+    torch.testing.assert_close(*gradients)
+    assert len(found) > len(set(LAYER_TYPES))
+
+
+def test_a_mask_that_needs_a_gradient_is_refused_by_a_kernel_without_masks(model: Callable[[Any], Any]) -> None:
+    """As padding and causality it would be right, and its gradient lost without an error."""
+    mask = torch.zeros(2, 1, 6, 6).masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf).requires_grad_()
+    with pytest.raises(
+        ValueError, match="needs a gradient is a bias of the scores. Kernels that do: flash_attention_flex"
+    ):
+        model(Seen())(input_ids=BATCHES["dense"]["input_ids"], attention_mask=mask, use_cache=False)

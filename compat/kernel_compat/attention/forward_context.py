@@ -23,7 +23,6 @@ from ..kernels.memo import Memo, scope
 from ..patching.pass_through import described, wrapped_by
 from ..patching.wrapping import functions_beneath
 from .boundaries import Packing, Rows, Sequences, find_packing, require_agreement, restarts_of
-from .call import AttentionCall
 from .layout import SequenceLayout
 from .model_arguments import ModelArguments, arguments_by_name
 from .roles import cache_of, cache_returned
@@ -89,7 +88,7 @@ class ForwardContext:
     Attributes:
         records: the masks that the library's mask function made.
         full_masks: masks of other patterns, which it made in full, each with whether it separates packed sequences.
-        layouts: the layouts of layers so far, with the calls that they were made for: see `resolution.layout_of`.
+        layouts: the layouts of layers so far, each with the arguments that it was found in: see `resolution.layout_of`.
         rows: the `Rows` of packed sequences so far, by whether rows of about the same length are padded; None for none.
         padded_rows: the `Rows` of the padded batch; None if they weren't found yet.
         packing: what `sequences` found; None before it, and where the forward has neither mask nor positions.
@@ -102,7 +101,7 @@ class ForwardContext:
         self.arguments = arguments
         self.records: list[MaskRecord] = []
         self.full_masks: list[tuple[Tensor, bool]] = []
-        self.layouts: dict[tuple[Any, ...], tuple[SequenceLayout, AttentionCall]] = {}
+        self.layouts: dict[tuple[Any, ...], tuple[SequenceLayout, tuple[Any, ...]]] = {}
         self.rows: dict[bool, Rows | None] = {}
         self.padded_rows: Rows | None = None
         self.packing: Packing | None = None

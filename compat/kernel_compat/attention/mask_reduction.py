@@ -51,8 +51,11 @@ def reduce_mask(mask: Tensor, q_len: int, kv_len: int) -> ReducedMask:
         mask: (batch or 1, heads or 1, q_len, kv_len or more), bool (True: visible) or float (added to the scores).
 
     Raises:
-        ValueError: the mask is something else, such as a prefix or a bias.
+        ValueError: the mask is something else, such as a prefix or a bias, or it needs a gradient, which the numbers of a bias have,
+            zeros included.
     """
+    if mask.requires_grad:
+        raise ValueError(f"a 4D attention mask that needs a gradient is a bias of the scores. {instead('', 'masks')}")
     return memoised(mask, ("reduce", q_len, kv_len), lambda: _reduce(mask, q_len, kv_len))
 
 

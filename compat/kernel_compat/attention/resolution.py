@@ -49,8 +49,8 @@ def layout_of(call: AttentionCall, functions: Functions, context: ForwardContext
     if context is None or key is None:
         return _find(call, functions, context)
     if (known := context.layouts.get(key)) is None:
-        # The tensors are kept, too: an id is unique only as long as its object lives.
-        known = context.layouts[key] = (_find(call, functions, context), call)
+        # What it was found in is kept, too: an id is unique only as long as its object lives.
+        known = context.layouts[key] = (_find(call, functions, context), _deciding(call))
     return known[0]
 
 
@@ -61,9 +61,10 @@ def _key(call: AttentionCall, functions: Functions, context: ForwardContext) -> 
         return None
     key = [query.shape[:2], call.key.shape[1], query.device, functions.masks, call.bias is None]
     key += [call.causal, call.sliding_window, call.local_window, len(context.records), len(context.full_masks)]
-    for decides in (call.mask, call.positions, *(call.lengths or ())):
+    for decides in _deciding(call):
         if isinstance(decides, Tensor):
-            if decides.is_inference():
+            # The graph behind a mask that needs a gradient lasts for one backward, and a checkpoint recomputes layers in it.
+            if decides.is_inference() or decides.requires_grad:
                 return None
             key += [id(decides), decides._version]
         else:
@@ -71,8 +72,13 @@ def _key(call: AttentionCall, functions: Functions, context: ForwardContext) -> 
     return tuple(key)
 
 
+def _deciding(call: AttentionCall) -> tuple[Any, ...]:
+    """The arguments whose values say where sequences and padding are."""
+    return (call.mask, call.positions, *(call.lengths or ()))
+
+
 def _find(call: AttentionCall, functions: Functions, context: ForwardContext | None) -> SequenceLayout:
-    require_readable(READ, (call.mask, call.positions, *(call.lengths or ())))
+    require_readable(READ, _deciding(call))
     in_full = functions.masks and call.mask is not None and call.mask.ndim == 4
     if in_full and not (call.bias is None and _reducible(call, context)):
         return _of_any_mask(call, context)
