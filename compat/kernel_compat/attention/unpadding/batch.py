@@ -209,31 +209,40 @@ class Unpadding(Unpadded):
     # Outputs.
 
     def finish(self, outputs: Any, is_root: bool) -> Any:
-        """A model's outputs as its caller expects them: the first of an inner model is packed if the head is."""
+        """A model's outputs as its caller expects them.
+
+        Args:
+            is_root: whether that is the caller of the outermost model, and not a head.
+        """
+        main_output = self._for_caller if is_root else self._for_head
         if isinstance(outputs, Tensor):
-            return self._main(outputs, is_root)
+            return main_output(outputs)
         if isinstance(outputs, tuple):
             main = next((i for i, x in enumerate(outputs) if _is_of_tokens(x)), -1)
-            values = [self._main(x, is_root) if i == main else self._other("", x) for i, x in enumerate(outputs)]
+            values = [main_output(x) if i == main else self._other("", x) for i, x in enumerate(outputs)]
             return type(outputs)(*values) if hasattr(outputs, "_fields") else tuple(values)
         if not hasattr(outputs, "items"):
             return outputs
-        of_main = next((name for name in _MAIN if outputs.get(name) is not None), None)
+        name_of_main = next((name for name in _MAIN if outputs.get(name) is not None), None)
         for name, value in list(outputs.items()):
-            outputs[name] = self._main(value, is_root) if name == of_main else self._other(name, value)
+            outputs[name] = main_output(value) if name == name_of_main else self._other(name, value)
         return outputs
 
-    def _main(self, value: Any, is_root: bool) -> Any:
-        """Logits or hidden states. They are packed if the head is, or if the last layer of a list isn't the last one that ran."""
+    def _for_head(self, hidden: Any) -> Any:
+        """The hidden states of an inner model for its head: packed, if the head gets packed tokens."""
+        if not self.packs_head or not isinstance(hidden, Tensor):
+            return self._for_caller(hidden)
+        return self.gather(hidden) if self.is_padded(hidden) else hidden
+
+    def _for_caller(self, value: Any) -> Any:
+        """Logits or hidden states of the padded batch, zero for padding."""
         if not isinstance(value, Tensor):  # `LazyLogits`
             if hasattr(type(value), "compute"):
                 value.layout = self.scatter if self.packs_head else self._zeroed
             return value
-        if self.packs_head and not is_root:
-            return self.gather(value) if self.is_padded(value) else value
-        if (self.packs_head or (self.active and not self.scattered)) and self.is_packed(value):
-            return self.scatter(value)
-        return self._zeroed(value)
+        # Packed because the head was, or because the last layer of a list isn't the last one that ran.
+        is_packed = self.packs_head or (self.active and not self.scattered)
+        return self.scatter(value) if is_packed and self.is_packed(value) else self._zeroed(value)
 
     def _zeroed(self, x: Tensor) -> Tensor:
         """Hidden states or logits with zeros for padding: of all columns, or of the last that there are logits for."""
