@@ -346,3 +346,30 @@ def test_a_bias_of_other_queries_or_keys(shape: tuple[int, ...]) -> None:
     function = kernel_compat.attention_function("flash_attention_reference")
     with pytest.raises(ValueError, match="a bias of the scores of shape"):
         function(layer, query, key, key, None, position_bias=torch.zeros(shape))
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Zamba2Config"), reason="no Zamba-2")
+def test_a_layer_without_an_index() -> None:
+    """Zamba-2's shared attention has the index -1."""
+    shape = {**SHAPE, "num_hidden_layers": 2, "num_key_value_heads": 4, "mamba_ngroups": 1, "n_mamba_heads": 8}
+    config = transformers.Zamba2Config(**shape, hybrid_layer_ids=[1], layers_block_type=["mamba", "hybrid"])
+    with torch.device("meta"):
+        model = transformers.Zamba2ForCausalLM._from_config(config, attn_implementation="eager")
+    assert [found.forward for found in layer_kernels(model, "flash_attention_reference")] == [
+        "flash_attention_reference"
+    ]
+
+
+@pytest.mark.skipif(not hasattr(transformers, "MiniMaxConfig"), reason="no MiniMax")
+def test_linear_attention_has_no_kernel() -> None:
+    """Its class is named attention and projects to keys; it has no layer to assign, and GPT-2's single projection is one."""
+    config = transformers.MiniMaxConfig(
+        **SHAPE, head_dim=16, layer_types=["linear_attention", "full_attention"], block_size=4, num_local_experts=2
+    )
+    with torch.device("meta"):
+        model = transformers.MiniMaxForCausalLM._from_config(config, attn_implementation="eager")
+        gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2))
+    (layers,) = layer_kernels(model, "flash_attention_reference")
+    assert layers.layers == ("model.layers.1.self_attn",)
+    (layers,) = layer_kernels(gpt2, "flash_attention_reference")
+    assert layers.layers == ("transformer.h.0.attn", "transformer.h.1.attn")

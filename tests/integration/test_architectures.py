@@ -352,7 +352,7 @@ class TestConvolutionalBackbone:
         assert distance(found, expected) < TOLERANCE
 
     def test_backbones_with_attention_are_refused(self) -> None:
-        from kernel_compat.policy.support import has_no_attention
+        from kernel_compat.attention.layer_kinds import has_no_attention
 
         assert has_no_attention(transformers.ResNetBackbone)
         assert has_no_attention(transformers.ConvNextBackbone)

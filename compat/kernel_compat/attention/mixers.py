@@ -23,38 +23,12 @@ from ..patching.swap import Change, make, undo
 from ..patching.wrapping import functions_beneath
 from .defaults import resolve
 from .forward_context import ForwardContext, current_context
+from .layer_kinds import is_attention, is_mixer, key_projections
 from .model_arguments import arguments_by_name
 from .roles import layer_cache_of
 from .rows import RowCall, packed_rows, padded_rows
 
-__all__ = ["MixerPatches", "is_mixer"]
-
-#: Parameters, buffers and submodules of layers that carry a state along the tokens.
-_STATES = frozenset(
-    {
-        "A_log",
-        "dt_bias",
-        "fgate_preact",
-        "recurrent_param",
-        "rg_lru",
-        "slope_rate",
-        "time_decay",
-        "time_shift",
-    }
-)
-
-
-def is_mixer(module: nn.Module) -> bool:
-    """Whether a module itself carries a state along the tokens, or has a depthwise convolution over them."""
-    if not _STATES.isdisjoint((*module._parameters, *module._buffers, *module._modules)):
-        return True
-    return any(isinstance(child, nn.Conv1d) and 1 < child.groups == child.in_channels for child in module.children())
-
-
-def _is_attention(module: nn.Module) -> bool:
-    """Whether a module looks like attention, which separates sequences by a mask, if at all."""
-    projections = [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
-    return "Attention" in type(module).__name__ and any("k" in name or "qkv" in name for name in projections)
+__all__ = ["MixerPatches"]
 
 
 def _by_sequence(original: Callable[..., Any], is_attention: bool) -> Callable[..., Any]:
@@ -157,7 +131,12 @@ class MixerPatches:
         """Patch the classes of a model's mixers. Returns the layers of these classes."""
         modules = list(model.modules())
         mixers = {type(module) for module in modules if is_mixer(module)}
-        attentions = {type(module) for module in modules if mixers and _is_attention(module)} - mixers
+        # Zaya's attention projects to keys by a mixer, and gets its masks in a dict, which rows don't cut.
+        attentions = {
+            type(module)
+            for module in modules
+            if mixers and is_attention(module) and not any(map(is_mixer, key_projections(module)))
+        } - mixers
         for kind in (mixers | attentions) - self._is_attention.keys():
             self._is_attention[kind] = kind in attentions
             if not self._is_patched(kind.forward):  # by inheritance, as FSDP2's classes

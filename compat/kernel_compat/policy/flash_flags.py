@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..attention.layer_kinds import has_no_attention
 from ..attention.roles import SUPPORTS_SDPA
 from ..errors import AttentionRefusedError
 from ..kernels.catalog import FLEXIBLE
-from .support import has_no_attention
 
 __all__ = ["FLAG", "LEGACY", "declared_flash_support", "has_sdpa", "is_base", "require_flash_support", "sets"]
 

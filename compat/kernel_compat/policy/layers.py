@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from ..attention.layer_kinds import is_attention
 from ..attention.names import AttentionName
 from ..attention.roles import (
     GROUPS,
@@ -16,7 +17,6 @@ from ..attention.roles import (
     LAYER_TYPES,
     QUERY_DIM,
     SOFTCAPPING,
-    SUPPORTS_SDPA,
     VALUE_DIM,
     WINDOW,
 )
@@ -125,18 +125,13 @@ def _first(kernel: Kernel, needs: Needs, environment: Environment) -> tuple[str 
 def _layers(model: Any, device: str) -> Iterator[tuple[str, Needs]]:
     """The attention layers of a model by the names of their modules."""
     for name, module in model.named_modules():
-        if SUPPORTS_SDPA.is_attribute_of(module):  # a model
+        if not is_attention(module):
             continue
         dims = [getattr(module, attribute, None) for attribute in (*QUERY_DIM.spellings, *HEAD_DIM.spellings)]
         head_dim = next((dim for dim in dims if isinstance(dim, int)), None)
-        if head_dim is None or not any(hasattr(module, part) for part in _PROJECTIONS):
-            continue
-        value_dim = VALUE_DIM.attribute_of(module)
-        yield name, Needs(head_dim, value_dim or head_dim, _dtype(module), device, frozenset(_features(module)))
-
-
-#: The projections of which an attention layer has one.
-_PROJECTIONS = ("q_proj", "k_proj", "qkv", "qkv_proj", "q_b_proj", "kv_b_proj", "q")
+        if head_dim is not None:
+            value_dim = VALUE_DIM.attribute_of(module)
+            yield name, Needs(head_dim, value_dim or head_dim, _dtype(module), device, frozenset(_features(module)))
 
 
 def _dtype(module: Any) -> str:
@@ -149,7 +144,7 @@ def _dtype(module: Any) -> str:
 def _features(module: Any) -> Iterator[str]:
     config = getattr(module, "config", None)
     types, index = LAYER_TYPES.attribute_of(config) or (), LAYER_INDEX.attribute_of(module)
-    kind = types[index] if isinstance(index, int) and index < len(types) else ""
+    kind = types[index] if isinstance(index, int) and 0 <= index < len(types) else ""
     if WINDOW.attribute_of(module):
         yield "window"
     if SOFTCAPPING.attribute_of(module):

@@ -13,6 +13,7 @@ from traceback import walk_tb
 from typing import Any, NamedTuple, TypeVar
 
 from ..api import registered_attention
+from ..attention.layer_kinds import is_encoder
 from ..attention.roles import IMPLEMENTATION
 from ..environment import Environment
 from ..errors import AttentionRefusedError, KernelUnavailableError, UnsupportedFeatureError
@@ -21,7 +22,7 @@ from ..patching.seam import Seam
 from ..patching.shim import Shim
 from .capabilities import capabilities, require_features
 from .fallback import ladder
-from .support import implementations, is_encoder, needs
+from .support import implementations, needs
 
 __all__ = ["load_with_fallback"]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
 from ..api import registered_attention
+from ..attention.layer_kinds import is_encoder
 from ..environment import Environment
 from ..errors import KernelUnavailableError, UnsupportedFeatureError
 from ..kernels import known_kernels
@@ -15,7 +16,7 @@ from ..kernels.catalog import SDPA_BACKENDS, TRANSFORMERS
 from .capabilities import capabilities, is_over_ranks, require_features, require_string
 from .fallback import best_available, checked_names, step_of
 from .flash_flags import has_sdpa, require_flash_support
-from .support import beyond_causal_attention, implementations, is_encoder, needs
+from .support import beyond_causal_attention, implementations, needs
 
 __all__ = ["AttentionPlan", "plan_attention", "verify_attention"]
 

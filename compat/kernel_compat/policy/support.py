@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
-from types import CodeType, FunctionType
 from typing import Any
 
+from ..attention.layer_kinds import (
+    calls_attention_function,
+    code_names,
+    is_mask_free_encoder,
+    is_model,
+    parameters_of,
+    state_names,
+    takes_mask_or_cache,
+)
 from ..attention.roles import (
     ALIBI,
     CAUSALITY,
@@ -18,23 +22,16 @@ from ..attention.roles import (
     LAYER_TYPES,
     LONGEST,
     SOFTCAPPING,
-    SUPPORTS_SDPA,
     USES_WINDOW,
     WINDOW,
     implementation_of,
 )
 
-__all__ = ["beyond_causal_attention", "has_no_attention", "implementations", "is_encoder", "needs", "slides"]
+__all__ = ["beyond_causal_attention", "implementations", "needs", "slides"]
 
-#: Parameters of modules that mix tokens: a mask, or a cache of earlier tokens.
-_MIXES = re.compile(r"(^|_)mask$|cache|^past_key_values?$|^layer_past$|^state$")
-_PERCEIVES = re.compile(r"pixel|image|video|grid|input_features|audio|speech")
-_MAKES_MASKS = re.compile(r"(create|generate|prepare|make|update|get)_.*mask")
 #: Parameters by which a model passes a mask pattern of its own.
 _PATTERNS = frozenset({"or_mask_function", "and_mask_function", "block_sequence_ids", "create_causal_mask_mapping"})
-_SDPA = frozenset({"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention"})
-#: Weights of state spaces and of linear attention with decay.
-_STATES = re.compile(r"^(A_log|dt_bias)$|slope|decay")
+#: Types of layers that are full causal attention or no attention; windows are found by their size.
 _LAYER_TYPES = frozenset({"full_attention", "attention", "sliding_attention", "moe", "mlp", "dense"})
 
 
@@ -45,14 +42,14 @@ def beyond_causal_attention(model: Any) -> list[str]:
     takes one, so that unknown kinds of mixers are listed too. Encoders of images and sound that neither take nor build a
     mask are left out.
     """
-    named = [*model.named_modules()]
-    encoders = _encoders(model, named)
-    named = [(name, module) for name, module in named if id(module) not in encoders]
-    found: dict[str, str] = {}
-    for name, module in named:
-        for reason in _reasons(module, model):
-            found.setdefault(reason, f"{name or 'the model'} ({type(module).__name__})")
-    return [f"{where} {reason}" for reason, where in found.items()]
+    encoders = [part for part in model.modules() if part is not model and is_mask_free_encoder(part)]
+    in_encoders = {id(module) for encoder in encoders for module in encoder.modules()}
+    first: dict[str, str] = {}  # by reason, the first module that has it
+    for name, module in model.named_modules():
+        if id(module) not in in_encoders:
+            for reason in _reasons(module, model):
+                first.setdefault(reason, f"{name or 'the model'} ({type(module).__name__})")
+    return [f"{where} {reason}" for reason, where in first.items()]
 
 
 def slides(config: Any) -> bool:
@@ -64,25 +61,9 @@ def slides(config: Any) -> bool:
     return layers is None or any("sliding" in layer for layer in layers)
 
 
-def is_encoder(part: str) -> bool:
-    """Whether a sub-config of a composite model, by its name, is that of an encoder of images or sound."""
-    return re.search(r"vision|visual|image|video|audio|speech|sound", part) is not None
-
-
-def has_no_attention(kind: type) -> bool:
-    """Whether a model class is a backbone of transformers whose file computes no attention, as convolutional ones are."""
-    if not kind.__module__.startswith("transformers.models.") or all(
-        c.__name__ != "BackboneMixin" for c in kind.__mro__
-    ):
-        return False
-    own = [v for v in vars(sys.modules[kind.__module__]).values() if getattr(v, "__module__", None) == kind.__module__]
-    names = {name for value in own for name in (_code_names(value) if isinstance(value, type) else _names_of(value))}
-    return names.isdisjoint({*_SDPA, "softmax", "Softmax", "timm"})  # timm's models may be anything
-
-
 def implementations(model: Any) -> list[str]:
     """The attention names that a model's layers run, sorted; for a composite model, the names of its parts."""
-    layers = [module for module in _modules(model) if not _is_model(module)]
+    layers = [module for module in _modules(model) if not is_model(module)]
     names = set(filter(None, map(_implementation, layers)))
     # Older layers keep no config.
     return sorted(names or filter(None, [_implementation(model)]))
@@ -105,6 +86,10 @@ def needs(model: Any) -> list[tuple[str, str]]:
 
 def _modules(model: Any) -> Iterable[Any]:
     return model.modules() if hasattr(model, "modules") else ()
+
+
+def _parts(module: Any) -> Iterator[Any]:
+    return (part for part in module.modules() if part is not module)
 
 
 def _implementation(module: object) -> str | None:
@@ -130,82 +115,16 @@ def _reasons(module: Any, model: Any) -> Iterator[str]:
         yield f"has layers of type {', '.join(odd)}"
     if ALIBI.attribute_of(config):
         yield "has ALiBi in its mask"
-    if _is_model(module):
-        code = _code_names(module.__class__)
-        if code & _PATTERNS or "token_type_ids" in _parameters(getattr(type(module), "_update_causal_mask", None)):
+    if is_model(module):
+        update = getattr(type(module), "_update_causal_mask", None)
+        if code_names(module.__class__) & _PATTERNS or "token_type_ids" in parameters_of(update):
             yield "has a mask pattern of its own"
-    elif _attends(module):
+    elif calls_attention_function(module):
         if CAUSALITY.attribute_of(module) is not True:
             yield "is attention that isn't known to be causal"
-    elif _mixes(module) and not any(_mixes(part) for part in module.modules() if part is not module):
+    elif takes_mask_or_cache(module) and not any(map(takes_mask_or_cache, _parts(module))):
         yield "mixes tokens by other means than scaled_dot_product_attention"
     elif isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,)):
         yield "mixes tokens"
-    if states := sorted(name for name, _ in module.named_parameters(recurse=False) if _STATES.search(name)):
+    if states := state_names(module):
         yield f"has a state ({', '.join(states)})"
-
-
-def _encoders(model: Any, named: list[tuple[str, Any]]) -> set[int]:
-    """The ids of the modules of encoders of images and sound in which no module takes or builds a mask."""
-    found: set[int] = set()
-    for _, part in named:
-        if part is model or not _is_model(part) or _mixes(part):
-            continue
-        perceives = any(map(_PERCEIVES.search, _parameters(type(part).forward)))
-        masks = (_MAKES_MASKS.search(name) for module in part.modules() for name in _code_names(module.__class__))
-        if perceives and not any(masks):
-            found.update(map(id, part.modules()))
-    return found
-
-
-def _is_model(module: Any) -> bool:
-    """Whether a module is a model of transformers, or a part of one that is a model by itself."""
-    return SUPPORTS_SDPA.is_attribute_of(module)
-
-
-def _mixes(module: Any) -> bool:
-    from torch import nn
-
-    # An embedding may count positions from a mask.
-    return not isinstance(module, nn.Embedding) and any(map(_MIXES.search, _parameters(type(module).forward)))
-
-
-def _attends(module: Any) -> bool:
-    return not _is_model(module) and not _code_names(module.__class__).isdisjoint(_SDPA)
-
-
-@cache
-def _parameters(function: Any) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return ()
-
-
-@cache
-def _code_names(kind: type) -> frozenset[str]:
-    """The names, keys and keywords used in a class's functions, up to the first base class from torch or `PreTrainedModel`."""
-    names: set[str] = set()
-    for ancestor in kind.__mro__:
-        if ancestor.__module__.startswith("torch.") or ancestor.__name__ == "PreTrainedModel":
-            break
-        for value in vars(ancestor).values():
-            names |= _names_of(value)
-    return frozenset(names)
-
-
-def _names_of(value: Any) -> set[str]:
-    function = inspect.unwrap(value) if callable(value) else value
-    return _names_in(function.__code__) if isinstance(function, FunctionType) else set()
-
-
-def _names_in(code: CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _names_in(constant)
-        else:  # a key, or a call's keywords
-            names.update(
-                entry for entry in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(entry, str)
-            )
-    return names

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ..forward_context import current_context
-from ..mixers import is_mixer
-from ..roles import LAYER_INDEX
+from ..layer_kinds import contains_attention, is_mixer
 from ..tensors import constant
 from .batch import PackedContext, Unpadding
 
@@ -29,7 +28,7 @@ class _Structure:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self.has_mixers = any(map(is_mixer, modules))
-        lists = [part for part in modules if isinstance(part, nn.ModuleList) and any(map(_attends, part))]
+        lists = [part for part in modules if isinstance(part, nn.ModuleList) and any(map(contains_attention, part))]
         self.lists = [weakref.ref(layers) for layers in lists]
         self.layers: list[Any] = []
         for layers in lists:
@@ -77,12 +76,6 @@ def _remove(module: nn.Module) -> None:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number in [number for number, hook in hooks.items() if hook in (_enter, _leave, _leave_last)]:
             del hooks[number]
-
-
-def _attends(layer: nn.Module) -> bool:
-    """Whether a module has attention in it: by the class's name, or by the number of a layer that it has for a cache."""
-    parts = (part for part in layer.modules() if part is not layer)
-    return any("Attention" in type(part).__name__ or LAYER_INDEX.is_attribute_of(part) for part in parts)
 
 
 def _enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
