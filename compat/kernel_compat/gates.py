@@ -39,6 +39,7 @@ __all__ = [
     "entries",
     "in_order",
     "install_hint",
+    "package_of",
     "public",
 ]
 
@@ -119,6 +120,11 @@ def entries(group: str) -> dict[str, EntryPoint]:
     for point in in_order(entry_points(group=group)):
         found.setdefault(point.name, point)
     return found
+
+
+def package_of(point: EntryPoint) -> str:
+    """The distribution that an entry point comes from; its top-level package where that isn't known."""
+    return point.dist.name if point.dist else point.module.partition(".")[0]
 
 
 def install_hint(extra: str) -> str:

@@ -191,6 +191,34 @@ def test_explain_has_the_findings_of_other_packages(installs: Install, monkeypat
     assert not provider["findings"]
 
 
+@pytest.mark.parametrize("where", ["load", "call", "findings"])
+def test_explain_goes_on_without_a_package_that_fails(
+    where: str, installs: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = kernel_compat.Environment(
+        packages={"flash-attn": "2.8.3", "torch": "2.11.0"}, imports={"flash_attn": ("flash-attn",)}
+    )
+    monkeypatch.setattr(
+        "kernel_compat.cli.explain.status", lambda: kernel_compat.Report(environment, installed=False, shims=())
+    )
+
+    def diagnose(distribution: str, environment: Any) -> Any:
+        if where == "call":
+            raise ValueError("their own mistake")
+        return ["no finding"]
+
+    installs(diagnoses={"theirs": None if where == "load" else diagnose})
+    assert cli.main(["explain", "flash_attention_2"]) == 0
+    text = capsys.readouterr().out
+    error = {"load": "AttributeError", "call": "ValueError: their own mistake", "findings": "AttributeError"}[where]
+    assert f"of_others failed to diagnose it: {error}" in text
+    assert "Ladder" in text
+    assert cli.main(["explain", "flash_attention_2", "--json"]) == 0
+    (provider,) = json.loads(capsys.readouterr().out)["providers"]
+    assert error in provider["undiagnosed"][0]
+    assert provider["findings"] == []
+
+
 def test_the_neighbours_are_of_this_version() -> None:
     root = Path(__file__).parents[2]
     versions = set()

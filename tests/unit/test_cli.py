@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from importlib.metadata import EntryPoint, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ import bare_site
 import pytest
 
 import kernel_compat
-from kernel_compat import cli
-from kernel_compat.cli import printing
+from kernel_compat import cli, gates
+from kernel_compat.cli import explain, printing
 from kernel_compat.policy import LADDER
 from kernel_compat.proofs import table
 from kernel_compat.versions import minor
@@ -397,8 +397,16 @@ def test_explain_what_is_proven_of_a_model_type(
 
     assert "proven equal to eager attention" in explained("--model", "llama")
     assert "refused: load." in explained("--model", "bert")
-    assert "no tiny model of it could be made; proven at load." in explained("--model", "clvp")
-    assert "not in the table; proven at load." in explained("--model", "nonesuch")
+    monkeypatch.setattr(explain, "entries", lambda group: {})
+    assert "no tiny model of it could be made; without kernel-compat-prove it isn't proven." in explained(
+        "--model", "clvp"
+    )
+    said = explained("--model", "nonesuch")
+    assert "not in the table; without kernel-compat-prove it isn't proven. Install it with: pip install" in said
+    prover = EntryPoint("prove", "kernel_compat_prove.at_load:gate", gates.LOAD_GATES)
+    monkeypatch.setattr(explain, "entries", lambda group: {"prove": prover})
+    assert "no tiny model of it could be made; proven at load by kernel_compat_prove." in explained("--model", "clvp")
+    assert "not in the table; proven at load by kernel_compat_prove." in explained("--model", "nonesuch")
     said = explained("--model", "gpt2", "flash_attention_reference")
     assert "wrong: packed_mask, plain." in said
     assert "refused: padded_holes." in said

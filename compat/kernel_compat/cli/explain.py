@@ -10,7 +10,7 @@ from typing import Any
 
 from ..api import registered_attention, status
 from ..environment import Environment
-from ..gates import DIAGNOSES, Diagnose, Finding, entries
+from ..gates import DIAGNOSES, LOAD_GATES, Diagnose, Finding, entries, install_hint, package_of
 from ..kernels import Features, Provider
 from ..policy.capabilities import kernel_of, require_known
 from ..policy.fallback import LADDER, Step, ladder
@@ -58,7 +58,8 @@ def explain(name: str) -> dict[str, Any]:
 
     - ``forward``: qualified name of the attention function it was registered with; None for the default.
     - ``providers``: the packages that provide its kernel, in the order in which they are tried, each with what
-      `kernel-compat doctor` finds wrong with it, if kernel-compat-doctor is installed.
+      `kernel-compat doctor` finds wrong with it, if kernel-compat-doctor is installed. Of other packages that find what is wrong
+      with one, ``undiagnosed`` has the errors.
     - ``shims``: the shims that this environment needs.
     - ``ladder``: the names that `policy.load_with_fallback` would try, starting with this one.
 
@@ -89,21 +90,27 @@ def explain(name: str) -> dict[str, Any]:
 
 
 def _provider(provider: Provider, environment: Environment) -> dict[str, Any]:
+    reasons = provider.unavailable_because(environment)
     findings: list[Finding] = []
+    undiagnosed = []
     if not provider.bundled and provider.distribution in environment.packages:
         for point in entries(DIAGNOSES).values():
-            diagnose: Diagnose = point.load()
-            findings += diagnose(provider.distribution, environment)
-    broken = [": ".join(filter(None, (finding.file, finding.problem))) for finding in findings if finding.breaks]
-    reasons = provider.unavailable_because(environment)
+            try:
+                diagnose: Diagnose = point.load()
+                own = [*diagnose(provider.distribution, environment)]
+                reasons += [": ".join(filter(None, (one.file, one.problem))) for one in own if one.breaks]
+                findings += own
+            except Exception as error:  # another project's package, which may fail in any way
+                undiagnosed.append(f"{package_of(point)} failed to diagnose it: {type(error).__name__}: {error}")
     return {
         "distribution": provider.distribution,
         "module": provider.module,
         "version": environment.packages.get(provider.distribution),
         "features": provider.features_in(environment),
-        "reasons": reasons + broken,
+        "reasons": reasons,
         "install": provider.install,
         "findings": findings,
+        "undiagnosed": undiagnosed,
     }
 
 
@@ -116,7 +123,8 @@ def explain_type(model_type: str, name: str) -> dict[str, Any]:
 
     Returns:
         ``ladder``: the names that its model can be loaded with; ``model``: the worst verdict of its cases, ``equal`` if all are
-        equal, None if the type isn't in the table; and for each other verdict the cases that have it.
+        equal, None if the type isn't in the table; for each other verdict the cases that have it; and ``gates``, the packages
+        that prove a model which the table doesn't have as it is loaded.
     """
     from ..proofs.table import WORSE, known
 
@@ -131,6 +139,7 @@ def explain_type(model_type: str, name: str) -> dict[str, Any]:
             "transformers": str(release) if release else None,
             "verdict": verdict,
             "cases": cases or {},
+            "gates": sorted({package_of(point) for point in entries(LOAD_GATES).values()}),
         },
     }
 
@@ -173,11 +182,16 @@ def show(found: dict[str, Any]) -> None:
         print_shims(found["shims"])
 
 
-def _show_type(model_type: str, transformers: str | None, verdict: str | None, cases: dict[str, list[str]]) -> None:
+def _show_type(
+    model_type: str, transformers: str | None, verdict: str | None, cases: dict[str, list[str]], gates: list[str]
+) -> None:
     where = f"{model_type} on transformers {transformers or '(not installed)'}"
     if verdict in (None, "no recipe"):
         why = "no tiny model of it could be made" if verdict else "not in the table"
-        print_text(f"{where}: {why}; proven at load.", "yellow")
+        prover = f"without kernel-compat-prove it isn't proven. {install_hint('prove')}"
+        if gates:
+            prover = f"proven at load by {' and '.join(gates)}"
+        print_text(f"{where}: {why}; {prover}.", "yellow")
         return
     if verdict == "equal":
         print_text(f"{where}: proven equal to eager attention in every case that applies.", "green")
@@ -218,6 +232,8 @@ def _show_name(found: dict[str, Any]) -> None:
         if provider["reasons"]:
             why = reasons_text(provider["reasons"], provider["install"] if provider["version"] is None else "")
             print_text(f"  not usable: {why}", "yellow")
+        for failure in provider["undiagnosed"]:
+            print_text(f"  {failure}", "yellow")
         for command in dict.fromkeys(finding.command for finding in provider["findings"] if finding.breaks):
             print_text(f"  mend it with: {command}")
 
