@@ -112,21 +112,21 @@ class Environment:
             distributions: names of further distributions to look up.
         """
         problems: list[str] = []
-        found: dict[str, importlib.metadata.Distribution] = {}
+        installed: dict[str, importlib.metadata.Distribution] = {}
         for name in dict.fromkeys((*DISTRIBUTIONS, *map(canonicalize_name, distributions))):
             with suppress(importlib.metadata.PackageNotFoundError):
-                found[name] = importlib.metadata.distribution(name)
+                installed[name] = importlib.metadata.distribution(name)
         packages: dict[str, str] = {}
-        for name, dist in found.items():
+        for name, dist in installed.items():
             version = _metadata_version(dist)
             if version is None:
                 problems.append(f"{name} is installed without a readable version: reinstall it.")
             else:
                 packages[name] = version
-        hidden = _hidden(found, packages)
-        problems += [f"{one}: {one.command}" for one in hidden.values()]
-        imports = _imports(found, problems, hidden)
-        problems += _conflicts(found, packages)
+        hidden = _hidden(installed, packages)
+        problems += [f"{hider}: {hider.command}" for hider in hidden.values()]
+        imports = _imports(installed, problems, hidden)
+        problems += _conflicts(installed, packages)
         environment = cls(packages=packages, imports=imports, problems=tuple(problems))
         object.__delattr__(environment, "devices")
         return environment
@@ -146,40 +146,40 @@ def _metadata_version(dist: importlib.metadata.Distribution) -> str | None:
     try:
         # Searched as text: `dist.version` parses all the metadata as an email.
         headers = (dist.read_text("METADATA") or "").partition("\n\n")[0]
-        found = re.search(r"^Version:(.*)$", headers, re.MULTILINE)
-        version = found[1].strip() if found else dist.version
+        match = re.search(r"^Version:(.*)$", headers, re.MULTILINE)
+        version = match[1].strip() if match else dist.version
         Version(version or "")
     except (KeyError, OSError, TypeError, ValueError):  # InvalidVersion and UnicodeDecodeError are ValueErrors
         return None
     return version
 
 
-def _hidden(found: Mapping[str, importlib.metadata.Distribution], packages: Mapping[str, str]) -> dict[str, Hider]:
+def _hidden(installed: Mapping[str, importlib.metadata.Distribution], packages: Mapping[str, str]) -> dict[str, Hider]:
     """What hides the own package of each distribution that Python doesn't find."""
     hiders = {}
     for owner, version in packages.items():
         for name in SHIPS.get(owner, ())[:1]:
-            site = str(found[owner].locate_file(""))
-            if hider := hider_of(owner, version, site, partial(_record, found[owner], name), name):
+            site = str(installed[owner].locate_file(""))
+            if hider := hider_of(owner, version, site, partial(_record, installed[owner], name), name):
                 hiders[owner] = hider
     return hiders
 
 
 def _imports(
-    found: Mapping[str, importlib.metadata.Distribution], problems: list[str], hidden: Collection[str]
+    installed: Mapping[str, importlib.metadata.Distribution], problems: list[str], hidden: Collection[str]
 ) -> dict[str, tuple[str, ...]]:
     imports: dict[str, tuple[str, ...]] = {}
     for name, candidates in KNOWN_IMPORTS.items():
         if not importable(name):
-            absent = [c for c in candidates if c in found and not name.endswith(".cute")]
+            absent = [c for c in candidates if c in installed and not name.endswith(".cute")]
             problems += [f"{candidate} is installed but {name} can't be found: reinstall it." for candidate in absent]
             continue
-        records = {c: _record(found[c], name) for c in candidates if c in found and c not in hidden}
+        records = {c: _record(installed[c], name) for c in candidates if c in installed and c not in hidden}
         # Without a record a distribution ships the import that it is named for.
         by_name = {c for c in records if "." not in name or name == SHIPS[c][0]}
         owners = [c for c, record in records.items() if record or (record is None and c in by_name)]
         if len(owners) > 1:
-            owners.sort(key=lambda owner: not _on_disk(found[owner], records[owner]))
+            owners.sort(key=lambda owner: not _on_disk(installed[owner], records[owner]))
         imports[name] = tuple(owners)
         if not owners and name in ("torch", "transformers"):
             problems.append(f"{name} can be imported but has no metadata, so its version is unknown.")
@@ -208,9 +208,9 @@ def package_folders(name: str) -> list[str]:
     if spec is not None and spec.origin and folders and _extends_path(spec.origin):
         folders += [folder for entry in sys.path if os.path.isdir(folder := os.path.join(entry, top))]
     for part in rest:
-        there = [os.path.join(folder, part) for folder in folders]
-        regular = [folder for folder in there if os.path.isfile(os.path.join(folder, "__init__.py"))]
-        folders = regular[:1] or [folder for folder in there if os.path.isdir(folder)]
+        candidates = [os.path.join(folder, part) for folder in folders]
+        regular = [folder for folder in candidates if os.path.isfile(os.path.join(folder, "__init__.py"))]
+        folders = regular[:1] or [folder for folder in candidates if os.path.isdir(folder)]
     return folders
 
 
@@ -283,15 +283,15 @@ def hider_of(
     """
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
-        own, there = os.path.join(site, *parts[:count]), package_folders(".".join(parts[:count]))
-        if not there or not os.path.isdir(own):
+        own, searched = os.path.join(site, *parts[:count]), package_folders(".".join(parts[:count]))
+        if not searched or not os.path.isdir(own):
             return None
-        if os.path.realpath(own) not in map(os.path.realpath, there):
-            found = package_folders(name)
+        if os.path.realpath(own) not in map(os.path.realpath, searched):
+            folders = package_folders(name)
             inside = {f: h for f, h in (record() or {}).items() if f.rpartition("/")[0] == "/".join(parts)}
-            if found and inside and all(is_recorded(Path(found[0], Path(f).name), h) for f, h in inside.items()):
+            if folders and inside and all(is_recorded(Path(folders[0], Path(f).name), h) for f, h in inside.items()):
                 return None  # a copy of it
-            folder = os.path.normpath(os.path.join(there[0], *[os.pardir] * count))
+            folder = os.path.normpath(os.path.join(searched[0], *[os.pardir] * count))
             return Hider(".".join(parts[:count]), folder, owner, version, name, site)
     return None
 
@@ -336,16 +336,16 @@ def is_recorded(path: str | os.PathLike[str], recorded: str) -> bool:
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == expected.strip()
 
 
-def _conflicts(found: Mapping[str, importlib.metadata.Distribution], packages: Mapping[str, str]) -> list[str]:
+def _conflicts(installed: Mapping[str, importlib.metadata.Distribution], packages: Mapping[str, str]) -> list[str]:
     problems = []
     if "flash-attn-cute" in packages and within(packages["flash-attn-cute"], "<=0.0.1"):
         problems.append(
             "flash-attn-cute 0.0.1 is an empty placeholder, not FlashAttention-4: "
             "uninstall it and install flash-attn-4."
         )
-    fa4 = found.get("flash-attn-4")
+    fa4 = installed.get("flash-attn-4")
     if fa4 is not None and not _on_disk(fa4, _record(fa4, "flash_attn.cute")):
-        culprit = "flash-attn" if "flash-attn" in found else "another package"
+        culprit = "flash-attn" if "flash-attn" in installed else "another package"
         problems.append(
             f"{culprit} has overwritten flash_attn/cute of flash-attn-4 with its own old copy: "
             "reinstall flash-attn-4, last (pip install --force-reinstall --no-deps --pre flash-attn-4)."
@@ -378,31 +378,31 @@ def _devices() -> tuple[Device, ...]:
     except pynvml.NVMLError:
         return ()
     try:
-        found = []
+        gpus = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
             major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-            found.append((str(uuid), Device(str(name), (int(major), int(minor)))))
+            gpus.append((str(uuid), Device(str(name), (int(major), int(minor)))))
     except pynvml.NVMLError:
         return ()
     finally:
         pynvml.nvmlShutdown()
-    return tuple(_visible(found, visible))
+    return tuple(_visible(gpus, visible))
 
 
-def _visible(found: list[tuple[str, Device]], visible: str | None) -> list[Device]:
+def _visible(gpus: list[tuple[str, Device]], visible: str | None) -> list[Device]:
     """Apply CUDA_VISIBLE_DEVICES: indices or UUID prefixes; entries behind an invalid one are hidden."""
     if visible is None:
-        return [device for _, device in found]
+        return [device for _, device in gpus]
     chosen = []
     for entry in (part.strip() for part in visible.split(",")):
-        if entry.isdecimal() and int(entry) < len(found):
-            chosen.append(found[int(entry)][1])
-        elif matches := [device for uuid, device in found if entry and uuid.startswith(entry)]:
+        if entry.isdecimal() and int(entry) < len(gpus):
+            chosen.append(gpus[int(entry)][1])
+        elif matches := [device for uuid, device in gpus if entry and uuid.startswith(entry)]:
             chosen.append(matches[0])
-        elif entry.startswith("MIG-") and found:
-            chosen.append(found[0][1])  # a slice of a GPU, listed by another name; GPUs are seldom mixed
+        elif entry.startswith("MIG-") and gpus:
+            chosen.append(gpus[0][1])  # a slice of a GPU, listed by another name; GPUs are seldom mixed
         else:
             break
     return chosen

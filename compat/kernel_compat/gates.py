@@ -68,7 +68,7 @@ class Command(Protocol):
     def find(self, arguments: argparse.Namespace) -> Any:
         """Do the work; what it returns is printed by `show` or as JSON."""
 
-    def show(self, found: Any) -> None:
+    def show(self, result: Any) -> None:
         """Print what `find` returned."""
 
 
@@ -116,10 +116,10 @@ def in_order(points: Iterable[EntryPoint]) -> list[EntryPoint]:
 
 def entries(group: str) -> dict[str, EntryPoint]:
     """The entry points of a group by name; of several of one name, the first in order."""
-    found: dict[str, EntryPoint] = {}
+    first: dict[str, EntryPoint] = {}
     for point in in_order(entry_points(group=group)):
-        found.setdefault(point.name, point)
-    return found
+        first.setdefault(point.name, point)
+    return first
 
 
 def package_of(point: EntryPoint) -> str:

@@ -39,14 +39,16 @@ def within(version: Version | str, versions: SpecifierSet | str) -> bool:
     """
     exact = Version(str(version))
     chosen = SpecifierSet(versions) if isinstance(versions, str) else versions
-    return all(one.contains(exact if _is_exact(one) else counted(exact), prereleases=True) for one in chosen)
+    return all(
+        specifier.contains(exact if _is_exact(specifier) else counted(exact), prereleases=True) for specifier in chosen
+    )
 
 
-def _is_exact(one: Specifier) -> bool:
+def _is_exact(specifier: Specifier) -> bool:
     """Whether a specifier names a pre-release or a build, or compares text (``===``)."""
-    if one.operator == "===":
+    if specifier.operator == "===":
         return True
-    bound = Version(one.version.removesuffix(".*"))
+    bound = Version(specifier.version.removesuffix(".*"))
     return bound.is_prerelease or bound.local is not None
 
 

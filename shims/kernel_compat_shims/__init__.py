@@ -13,7 +13,9 @@ def _require_current_metadata() -> None:
         ImportError: one has none.
     """
     named = {point.module for point in importlib.metadata.distribution("kernel-compat").entry_points}
-    modules = {f"{__name__}.{one.name}" for one in pkgutil.iter_modules(__path__) if not one.name.startswith("_")}
+    modules = {
+        f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
+    }
     if missing := sorted(modules - named):
         raise ImportError(
             f"the installed metadata of kernel-compat is older than its code: it lacks {', '.join(missing)}. Install it again"

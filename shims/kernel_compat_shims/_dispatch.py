@@ -65,13 +65,13 @@ def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Call
         entry = resolve(name)
         if (entry is None and name is not None) or PAGES.of(kwargs) is not None:
             return others(*args, **kwargs)
-        given = by_name(args, kwargs)
-        query, key, value = given["query_states"], given["key_states"], given["value_states"]
-        dtype = given.get("target_dtype")
+        arguments = by_name(args, kwargs)
+        query, key, value = arguments["query_states"], arguments["key_states"], arguments["value_states"]
+        dtype = arguments.get("target_dtype")
         if dtype is not None and query.dtype.itemsize == 4:
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if entry is None:
-            output = _own_attention.attend(query, key, value, given)
+            output = _own_attention.attend(query, key, value, arguments)
             return others(*args, **kwargs) if output is None else output
         if entry.forward is None:  # a model that calls this function itself, not the library's attention function
             _own_attention.require_whole_sequences(entry)
@@ -82,16 +82,16 @@ def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Call
             query,
             key,
             value,
-            given[CAUSALITY.named(given)],
-            MASK.of(given),
-            scale=given.get("softmax_scale"),
-            softcap=SOFTCAP.of(given),
-            sinks=SINKS.of(given),
-            dropout=given.get("dropout") or 0.0,
-            deterministic=given.get("deterministic"),
-            sliding_window=WINDOW.of(given),
-            positions=POSITIONS.of(given),
-            lengths=PackedLengths.of(given),
+            arguments[CAUSALITY.named(arguments)],
+            MASK.of(arguments),
+            scale=arguments.get("softmax_scale"),
+            softcap=SOFTCAP.of(arguments),
+            sinks=SINKS.of(arguments),
+            dropout=arguments.get("dropout") or 0.0,
+            deterministic=arguments.get("deterministic"),
+            sliding_window=WINDOW.of(arguments),
+            positions=POSITIONS.of(arguments),
+            lengths=PackedLengths.of(arguments),
         )
         return flash_attention(entry.kernel, call)
 

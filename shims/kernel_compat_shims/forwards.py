@@ -167,8 +167,8 @@ def _prove_checkpoint() -> Callable[[], None]:
 
     class Model(torch.nn.Module):  # type: ignore[misc]
         def forward(self, use_reentrant: bool) -> Any:
-            one = torch.ones((), device="meta", requires_grad=True)
-            return checkpoint(layer, one, use_reentrant=use_reentrant, preserve_rng_state=False)
+            scalar = torch.ones((), device="meta", requires_grad=True)
+            return checkpoint(layer, scalar, use_reentrant=use_reentrant, preserve_rng_state=False)
 
     for use_reentrant in (False, True):
         seen.clear()

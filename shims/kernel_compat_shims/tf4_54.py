@@ -24,13 +24,13 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     )  # one of the globals that it caches in
 
     def others(*args: Any, **kwargs: Any) -> Any:
-        given = by_name(args, kwargs)
-        positions, query, key = POSITIONS.of(given), given["query_states"], given["key_states"]
-        if positions is not None and QUERY_OFFSETS.of(given) is None:
+        arguments = by_name(args, kwargs)
+        positions, query, key = POSITIONS.of(arguments), arguments["query_states"], arguments["key_states"]
+        if positions is not None and QUERY_OFFSETS.of(arguments) is None:
             # Upstream reads where sequences begin in them: once for all rows, and nowhere after a cache or in Qwen2-VL's (3, batch, length).
             of_sequences = positions.ndim == 2 and query.shape[1] == key.shape[1]
             positions = positions.expand(len(query), -1) if of_sequences else None
-            args, kwargs = (), {**given, POSITIONS.named(given): positions}
+            args, kwargs = (), {**arguments, POSITIONS.named(arguments): positions}
         implementation = with_implementation(kwargs).get("implementation")
         function = original if implementation is None else copy_for(implementation)
         return function(*args, **kwargs)

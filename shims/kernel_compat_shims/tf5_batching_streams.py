@@ -44,10 +44,10 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
     @wraps(arguments)
     def get_model_kwargs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = arguments(self, *args, **kwargs)
+        model_kwargs = arguments(self, *args, **kwargs)
         if self.compute_stream is not None:  # not in asynchronous batching, which fills each batch on the host
             self.compute_stream.wait_stream(_current_stream(self.device))
-        return found
+        return model_kwargs
 
     return {"_reset_static_tensors": _reset_static_tensors, "get_model_kwargs": get_model_kwargs}
 

@@ -69,8 +69,8 @@ def _by_kernel(decide: Callable[..., Any], config: Any, page_size: int, requeste
 
 def _head_dim(config: Any) -> int:
     """0 where a config has none: upstream can't make a cache by it."""
-    given = HEAD_DIM.attribute_of(config)
-    return int(given or getattr(config, "hidden_size", 0) // getattr(config, "num_attention_heads", 1))
+    head_dim = HEAD_DIM.attribute_of(config)
+    return int(head_dim or getattr(config, "hidden_size", 0) // getattr(config, "num_attention_heads", 1))
 
 
 def _windows(config: Any) -> str | None:

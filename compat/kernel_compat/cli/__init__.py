@@ -52,15 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for module in arguments.imports:
             _import(module, parser)
         try:
-            found = command.find(arguments)
+            result = command.find(arguments)
         except (UnknownNameError, BadArgumentsError) as error:
             parser.error(str(error))
-    document = command.as_json(found) if hasattr(command, "as_json") else found
+    document = command.as_json(result) if hasattr(command, "as_json") else result
     try:
         if arguments.json:
             print(json.dumps(plain(document), indent=2, allow_nan=False))
         else:
-            command.show(found)
+            command.show(result)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader closed the pipe, as `head` does. The interpreter's flush at exit must not fail either.

@@ -31,7 +31,7 @@ def model_type(model: str) -> str:
     try:
         with open(os.path.join(model, "config.json"), encoding="utf-8") as file:
             config = json.load(file)
-        found = str(config["model_type"])
+        name = str(config["model_type"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise BadArgumentsError(f"--model {model}: no model type in its config.json ({error})") from None
-    return f"{found} (code of its own)" if "auto_map" in config else found  # a name that no table has
+    return f"{name} (code of its own)" if "auto_map" in config else name  # a name that no table has

@@ -44,13 +44,13 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
     name, model = arguments.name, arguments.model
     if not name and not model:
         raise BadArgumentsError("explain takes an attention NAME, or --model")
-    found = {} if name in (None, "auto") else explain(name)
+    explanation = {} if name in (None, "auto") else explain(name)
     if model is None:
         if name == "auto":
             raise BadArgumentsError("explain auto takes --model FOLDER: it chooses a kernel for each layer of a model")
-        return found
-    found |= explain_type(model_type(model), name if name not in (None, "auto") else LADDER[0])
-    return {**found, "layers": explain_layers(model, name)} if name and os.path.isdir(model) else found
+        return explanation
+    explanation |= explain_type(model_type(model), name if name not in (None, "auto") else LADDER[0])
+    return {**explanation, "layers": explain_layers(model, name)} if name and os.path.isdir(model) else explanation
 
 
 def explain(name: str) -> dict[str, Any]:
@@ -76,11 +76,11 @@ def explain(name: str) -> dict[str, Any]:
     if qualified := getattr(forward, "__qualname__", None):
         qualified = f"{forward.__module__}.{qualified}"
     providers = [_provider(provider, environment) for provider in (kernel.providers if kernel else ())]
-    found = name_status(bare, report)
-    if providers and not found["reasons"] and all(provider["reasons"] for provider in providers):
-        found["reasons"] = [reason for provider in providers for reason in provider["reasons"]]
+    status_of_name = name_status(bare, report)
+    if providers and not status_of_name["reasons"] and all(provider["reasons"] for provider in providers):
+        status_of_name["reasons"] = [reason for provider in providers for reason in provider["reasons"]]
     return {
-        **found,
+        **status_of_name,
         "environment": environment,
         "forward": qualified or (forward and repr(forward)),
         "providers": providers,
@@ -97,9 +97,11 @@ def _provider(provider: Provider, environment: Environment) -> dict[str, Any]:
         for point in entries(DIAGNOSES).values():
             try:
                 diagnose: Diagnose = point.load()
-                own = [*diagnose(provider.distribution, environment)]
-                reasons += [": ".join(filter(None, (one.file, one.problem))) for one in own if one.breaks]
-                findings += own
+                new = [*diagnose(provider.distribution, environment)]
+                reasons += [
+                    ": ".join(filter(None, (finding.file, finding.problem))) for finding in new if finding.breaks
+                ]
+                findings += new
             except Exception as error:  # another project's package, which may fail in any way
                 undiagnosed.append(f"{package_of(point)} failed to diagnose it: {type(error).__name__}: {error}")
     return {
@@ -131,7 +133,11 @@ def explain_type(model_type: str, name: str) -> dict[str, Any]:
     environment = status().environment
     release = environment.version("transformers")
     cases = known(str(release)).get(model_type) if release else None
-    verdict = None if cases is None else next((one for one in (*WORSE, "no recipe") if one in cases), "equal")
+    verdict = (
+        None
+        if cases is None
+        else next((candidate for candidate in (*WORSE, "no recipe") if candidate in cases), "equal")
+    )
     return {
         "ladder": ladder(name, environment, model_type=model_type),
         "model": {
@@ -169,17 +175,17 @@ def explain_layers(folder: str, name: str) -> list[LayerKernels]:
     return layer_kernels(model, name)
 
 
-def show(found: dict[str, Any]) -> None:
+def show(explanation: dict[str, Any]) -> None:
     """Print the explanation."""
-    if "model" in found:
-        _show_type(**found["model"])
-    if "name" in found:
-        _show_name(found)
-    if "layers" in found:
-        _show_layers(found["layers"])
-    _print_ladder(found["ladder"])
-    if found.get("kernel"):
-        print_shims(found["shims"])
+    if "model" in explanation:
+        _show_type(**explanation["model"])
+    if "name" in explanation:
+        _show_name(explanation)
+    if "layers" in explanation:
+        _show_layers(explanation["layers"])
+    _print_ladder(explanation["ladder"])
+    if explanation.get("kernel"):
+        print_shims(explanation["shims"])
 
 
 def _show_type(
@@ -204,8 +210,8 @@ def _show_type(
         print_text("load: one of its classes can't be loaded under a flash attention name.")
 
 
-def _show_name(found: dict[str, Any]) -> None:
-    name, kernel, owner, state = (found[key] for key in ("name", "kernel", "owner", "state"))
+def _show_name(explanation: dict[str, Any]) -> None:
+    name, kernel, owner, state = (explanation[key] for key in ("name", "kernel", "owner", "state"))
     print_text(name, "bold")
     if kernel is None:
         print_text("  transformers' own: kernel-compat has no part in it and changes nothing about it.")
@@ -213,11 +219,11 @@ def _show_name(found: dict[str, Any]) -> None:
     print_text(f"  As attn_implementation: {_OWNERS[owner]}{f' ({state})' if state else ''}.")
     if owner == "transformers":
         print_text(f'  For kernel-compat\'s own path: register_attention("my_{name}", kernel="{kernel}").')
-    print_text(f"  Kernel: {kernel}. Forward: {found['forward'] or 'the default'}.")
-    usable = usable_text(found["reasons"])
+    print_text(f"  Kernel: {kernel}. Forward: {explanation['forward'] or 'the default'}.")
+    usable = usable_text(explanation["reasons"])
     print_text(f"  Here it is {usable}.", COLOURS[usable])
     print_text("\nProviders, the first usable one is taken", "bold")
-    for provider in found["providers"]:
+    for provider in explanation["providers"]:
         features, usable = provider["features"], usable_text(provider["reasons"])
         absent = "(not installed)" if provider["reasons"] else ""
         package = f"{provider['distribution']} {provider['version'] or absent}".strip()
@@ -225,7 +231,7 @@ def _show_name(found: dict[str, Any]) -> None:
         print_text(f"  takes: {' '.join(features.dtypes)}; head dimensions {_head_dims(features)}")
         print_text(f"  compute capability: {_capability(features)}")
         print_text(f"  has:   {', '.join(features.names())}")
-        missing = [one.name for one in dataclasses.fields(features) if getattr(features, one.name) is False]
+        missing = [field.name for field in dataclasses.fields(features) if getattr(features, field.name) is False]
         print_text(f"  lacks: {', '.join(missing) or 'nothing'}")
         if features.forward_only:
             print_text(f"  has no gradients of: {', '.join(features.forward_only)}")
@@ -240,13 +246,13 @@ def _show_name(found: dict[str, Any]) -> None:
 
 def _show_layers(layers: Sequence[LayerKernels]) -> None:
     rows = []
-    for found in layers:
-        needs = found.needs
+    for group in layers:
+        needs = group.needs
         dims = str(needs.head_dim) if needs.head_dim == needs.value_dim else f"{needs.head_dim} and {needs.value_dim}"
-        which = found.layers[0] if len(found.layers) == 1 else f"{found.layers[0]} and {len(found.layers) - 1} more"
+        which = group.layers[0] if len(group.layers) == 1 else f"{group.layers[0]} and {len(group.layers) - 1} more"
         wanted = ", ".join(sorted(Features.word(feature) for feature in needs.features)) or "-"
-        kernels = (found.forward or "none", found.training or "none")
-        rows.append((which, dims, wanted, *kernels, "; ".join(found.reasons)))
+        kernels = (group.forward or "none", group.training or "none")
+        rows.append((which, dims, wanted, *kernels, "; ".join(group.reasons)))
     columns = ("layers", "head dims", "needs", "forward", "training", "before it")
     print_table("Layers, as far as their attributes say; masks are seen in the forward", columns, rows)
 

@@ -39,7 +39,7 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.attn is not None:
         require_known(arguments.attn)
     try:
-        preload = plan_attention(
+        plan = plan_attention(
             arguments.attn,
             tp_size=arguments.tp,
             cp_size=arguments.cp,
@@ -53,20 +53,20 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
         return {"ok": False, "error": str(error), "reasons": error.reasons, "install": error.install}
     except ValueError as error:
         raise BadArgumentsError(str(error)) from None
-    return {"ok": True, **fields_of(preload)}
+    return {"ok": True, **fields_of(plan)}
 
 
-def show(found: dict[str, Any]) -> None:
+def show(document: dict[str, Any]) -> None:
     """Print the plan and its reasons."""
-    if not found["ok"]:
+    if not document["ok"]:
         print_text("No plan: no attention can be used here.", "bold red")
-        for line in (*(f"  {reason}" for reason in found["reasons"]), found["install"]):
+        for line in (*(f"  {reason}" for reason in document["reasons"]), document["install"]):
             print_text(line)
         return
-    name = found["attn_implementation"] or "unset: sdpa where the model has it, else eager"
+    name = document["attn_implementation"] or "unset: sdpa where the model has it, else eager"
     print_text(f"attn_implementation  {name}", "bold")
-    print_text(f"use_liger_kernel     {found['use_liger_kernel']}", "bold")
-    if found["sdpa_backends"]:
-        print_text(f"sdpa_backends        {', '.join(found['sdpa_backends'])}", "bold")
-    for reason in found["reasons"]:
+    print_text(f"use_liger_kernel     {document['use_liger_kernel']}", "bold")
+    if document["sdpa_backends"]:
+        print_text(f"sdpa_backends        {', '.join(document['sdpa_backends'])}", "bold")
+    for reason in document["reasons"]:
         print_text(f"  {reason}")

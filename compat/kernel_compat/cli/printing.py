@@ -132,8 +132,8 @@ def print_environment(environment: Environment, torch_flash_backend: str | None 
         if distribution in environment.packages:
             lines.append((distribution, environment.packages[distribution]))
         elif distribution in ("torch", "transformers"):
-            found = "there, of unknown version" if distribution in environment.imports else "not installed"
-            lines.append((distribution, found))
+            state = "there, of unknown version" if distribution in environment.imports else "not installed"
+            lines.append((distribution, state))
     lines.append(("devices", ", ".join(map(str, environment.devices)) or "no CUDA device is visible"))
     if torch_flash_backend is not None:
         lines.append(("torch runs on", torch_flash_backend))

@@ -61,10 +61,10 @@ def name_status(name: str, report: Report) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> None:
+def show(document: dict[str, Any]) -> None:
     """Print the status as tables."""
-    print_environment(found["environment"], found["torch_flash_backend"])
-    print_shims(found["shims"])
+    print_environment(document["environment"], document["torch_flash_backend"])
+    print_shims(document["shims"])
     rows = [
         (
             name["name"],
@@ -73,7 +73,7 @@ def show(found: dict[str, Any]) -> None:
             usable_text(name["reasons"]) if name["kernel"] else "",
             reasons_text(name["reasons"], name["install"]),
         )
-        for name in found["attention"]
+        for name in document["attention"]
     ]
     heads = ("name", "kernel", "in transformers", "kernel is", "reason")
     print_table("Attention names", heads, rows)

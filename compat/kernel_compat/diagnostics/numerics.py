@@ -387,7 +387,7 @@ def _check_case(case: Case, subject: _Subject, device: str, dtype: Any) -> CaseR
             torch.set_grad_enabled(backward),
             torch.autocast(torch.device(device).type, enabled=False),
         ):
-            found, expected = _compute(case, subject, device, dtype, backward)
+            results, expected = _compute(case, subject, device, dtype, backward)
     except UnsupportedFeatureError as error:
         # A registered forward may refuse a feature that its kernel has; the default forward must not.
         return CaseResult(
@@ -395,7 +395,7 @@ def _check_case(case: Case, subject: _Subject, device: str, dtype: Any) -> CaseR
         )
     except Exception as error:
         return CaseResult(case.name, "failed", reason=_one_line(error))
-    differences = [x - y for x, y in zip(found, expected, strict=True)]
+    differences = [x - y for x, y in zip(results, expected, strict=True)]
     names = ("output", "dq", "dk", "dv", "dsinks")
     errors = {name: float(d.norm() / y.norm()) for name, d, y in zip(names, differences, expected, strict=False)}
     max_abs = float(torch.cat([d.flatten() for d in differences]).abs().max())
@@ -444,11 +444,11 @@ def _compute(case: Case, subject: _Subject, device: str, dtype: Any, backward: b
                 f"the output is {output.dtype} of shape {tuple(output.shape)}, "
                 f"not {inputs[0].dtype} of shape {tuple(weight.shape)}"
             )
-        found = [joined(output)]
+        tensors = [joined(output)]
         if backward:
-            gradients = torch.autograd.grad(found[0], inputs, joined(weight).to(found[0]))
-            found += [joined(x.transpose(1, 2)) for x in gradients[:3]] + list(gradients[3:])
-        return [x.detach().cpu().double() for x in found]
+            gradients = torch.autograd.grad(tensors[0], inputs, joined(weight).to(tensors[0]))
+            tensors += [joined(x.transpose(1, 2)) for x in gradients[:3]] + list(gradients[3:])
+        return [x.detach().cpu().double() for x in tensors]
 
     output = subject.forward(module, *inputs[:3], mask, scaling=HEAD_DIM**-0.5, dropout=0.0, **options)[0]
     exact = [x.detach().cpu().double().requires_grad_(backward) for x in inputs]

@@ -84,8 +84,8 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
                 "after kernel_compat.install()"
             )
         if entry.forward is not None or entry.is_spread():
-            what = "spreads sequences over ranks" if entry.is_spread() else "has a forward of its own"
-            raise ValueError(f"{name!r} {what}: nothing says that it computes packed sequences")
+            problem = "spreads sequences over ranks" if entry.is_spread() else "has a forward of its own"
+            raise ValueError(f"{name!r} {problem}: nothing says that it computes packed sequences")
         if ENCODER_DECODER.attribute_of(root.config):
             raise UnsupportedFeatureError("padding_free", type(root).__name__, "It has an encoder and a decoder.")
         require_padding_free(root, entry.name, unproven())
@@ -120,9 +120,9 @@ def _roots(model: Any) -> list[Any]:
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {model!r}")
-    found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    inner = {id(part) for module in found for part in module.modules() if part is not module}
-    roots = [module for module in found if id(module) not in inner]
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    inner = {id(part) for module in models for part in module.modules() if part is not module}
+    roots = [module for module in models if id(module) not in inner]
     if not roots:
         raise TypeError(f"{type(model).__name__} is no model of transformers, and has none in it")
     return roots

@@ -89,13 +89,13 @@ def _as_backends(value: object) -> Backends:
     members: Mapping[str, SDPBackend] = {
         name: member for name, member in SDPBackend.__members__.items() if name != "ERROR"
     }
-    given = SDPA_BACKENDS if value is None else (value,) if isinstance(value, (str, SDPBackend)) else value
-    if not isinstance(given, Sequence) or isinstance(given, (bytes, bytearray)):
+    requested = SDPA_BACKENDS if value is None else (value,) if isinstance(value, (str, SDPBackend)) else value
+    if not isinstance(requested, Sequence) or isinstance(requested, (bytes, bytearray)):
         raise TypeError(f"backends must be an SDPBackend, a name, a sequence of them or None, not {value!r}")
-    if not given:
+    if not requested:
         raise ValueError(f"backends must not be empty; there are {', '.join(members)}")
     chosen = []
-    for backend in given:
+    for backend in requested:
         if not isinstance(backend, (str, SDPBackend)):
             raise TypeError(f"a backend must be an SDPBackend or its name, not {backend!r}")
         member = members.get((backend if isinstance(backend, str) else backend.name).upper())

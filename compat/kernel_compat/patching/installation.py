@@ -105,7 +105,7 @@ class Installation:
         """
         if broken not in ("refuse", "allow"):
             raise ValueError(f"broken must be 'refuse' or 'allow', not {broken!r}")
-        found = environment, shims, unloaded = self._look()
+        state = environment, shims, unloaded = self._look()
         every = {shim.name for shim in shims} | set(unloaded)
         chosen: dict[str, frozenset[str]] = {}
         for argument, names in (("skip", skip), ("only", every if only is None else only)):
@@ -144,14 +144,14 @@ class Installation:
             self.active = True
             for participant in self._participants:
                 participant.publish(environment, self._unprotected)
-            return self._report(*found)
+            return self._report(*state)
 
     def uninstall(self) -> InstallationReport:
         """Call the participants, and restore the objects that were there before `install()`.
 
         A value that other code has overwritten stays theirs; the report's `left_alone` names it.
         """
-        found = self._look()
+        state = self._look()
         with self._lock:
             self.active = False
             left = [name for participant in self._participants for name in participant.withdraw()]
@@ -160,13 +160,13 @@ class Installation:
             self._waiting = {}
             left += dict.fromkeys(f"{change.target} (shim {name})" for change, name in self._left.items())
             self._skip, self._failed = frozenset(), {}
-            return replace(self._report(*found), left_alone=tuple(left))
+            return replace(self._report(*state), left_alone=tuple(left))
 
     def status(self) -> InstallationReport:
         """The report of `install()` as of now; changes nothing and imports no other project."""
-        found = self._look()
+        state = self._look()
         with self._lock:
-            return self._report(*found)
+            return self._report(*state)
 
     @contextmanager
     def installed(
@@ -205,7 +205,7 @@ class Installation:
             import wrapt  # here: most installations wait for no module
 
             for module in sorted(new):
-                wrapt.register_post_import_hook(lambda found: self._imported(found.__name__, environment), module)
+                wrapt.register_post_import_hook(lambda loaded: self._imported(loaded.__name__, environment), module)
 
     def _imported(self, module: str, environment: Environment) -> None:
         """Apply the shims that have waited for this module alone."""

@@ -71,10 +71,10 @@ def _source_of(function: FunctionType) -> ast.FunctionDef | ast.Lambda | None:
     except (OSError, SyntaxError, TypeError):
         return None
     if function.__name__ == "<lambda>" or function.__code__.co_name == "<lambda>":
-        found: list[Any] = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
+        definitions: list[Any] = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
     else:
-        found = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return found[0] if len(found) == 1 else None
+        definitions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return definitions[0] if len(definitions) == 1 else None
 
 
 def _callee(node: ast.FunctionDef | ast.Lambda, skip_self: bool) -> ast.expr | None:
@@ -82,16 +82,16 @@ def _callee(node: ast.FunctionDef | ast.Lambda, skip_self: bool) -> ast.expr | N
     parameters, body = node.args, node.body if isinstance(node.body, list) else [ast.Return(node.body)]
     if parameters.kwonlyargs or parameters.defaults or parameters.vararg is None or parameters.kwarg is None:
         return None
-    leading = [one.arg for one in (*parameters.posonlyargs, *parameters.args)][skip_self:]
+    leading = [parameter.arg for parameter in (*parameters.posonlyargs, *parameters.args)][skip_self:]
     several, keywords = parameters.vararg.arg, parameters.kwarg.arg
 
     def passes_all(call: ast.AST) -> bool:
         if not isinstance(call, ast.Call) or len(call.keywords) != 1 or call.keywords[0].arg is not None:
             return False
-        given = [argument.id if isinstance(argument, ast.Name) else None for argument in call.args[:-1]]
+        names = [argument.id if isinstance(argument, ast.Name) else None for argument in call.args[:-1]]
         last, named = call.args[-1:], call.keywords[0].value
         starred = bool(last) and isinstance(last[0], ast.Starred) and _is(last[0].value, several)
-        return given == leading and starred and _is(named, keywords)
+        return names == leading and starred and _is(named, keywords)
 
     nodes = [inner for statement in body for inner in ast.walk(statement)]
     calls = [inner for inner in nodes if passes_all(inner)]
@@ -118,8 +118,8 @@ def _harmless(node: ast.AST, bound: set[str], names: set[str], calls: list[Any])
         return not (isinstance(node.value, ast.Name) and node.value.id in names)
     if isinstance(node, ast.Call) and node not in calls:
         reads = isinstance(node.func, ast.Name) and node.func.id in _READERS
-        given = [*node.args, *(keyword.value for keyword in node.keywords)]
-        inside = {part.id for one in given for part in _bare(one)}
+        passed = [*node.args, *(keyword.value for keyword in node.keywords)]
+        inside = {part.id for argument in passed for part in _bare(argument)}
         if not reads and inside & names:
             return False
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None

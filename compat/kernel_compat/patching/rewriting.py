@@ -27,21 +27,21 @@ _NAME = "__kernel_compat__"
 def globals_read(function: Any, pattern: re.Pattern[str]) -> dict[str, Any]:
     """The globals that a function, or a function that it wraps, reads under a name that matches a pattern; by name."""
     return {
-        name: one.__globals__[name]
-        for one in _layers(function, set())
-        for name in sorted(_global_names(one.__code__, pattern.fullmatch))
-        if name in one.__globals__
+        name: layer.__globals__[name]
+        for layer in _layers(function, set())
+        for name in sorted(_global_names(layer.__code__, pattern.fullmatch))
+        if name in layer.__globals__
     }
 
 
 def callers(class_: type, pattern: re.Pattern[str]) -> dict[str, dict[str, Any]]:
     """The methods of a class that read such globals: `globals_read` by the method's name."""
     methods: dict[str, Any] = {}
-    for one in class_.__mro__:
-        if not one.__module__.startswith("torch."):
-            methods = {**vars(one), **methods}
-    found = {name: globals_read(method, pattern) for name, method in methods.items()}
-    return {name: functions for name, functions in found.items() if functions}
+    for ancestor in class_.__mro__:
+        if not ancestor.__module__.startswith("torch."):
+            methods = {**vars(ancestor), **methods}
+    globals_of = {name: globals_read(method, pattern) for name, method in methods.items()}
+    return {name: functions for name, functions in globals_of.items() if functions}
 
 
 def with_globals(function: FunctionType, replacements: Mapping[str, Any]) -> FunctionType:
@@ -51,10 +51,10 @@ def with_globals(function: FunctionType, replacements: Mapping[str, Any]) -> Fun
         KernelCompatError: the function reads none of the names, or its source can't be read or has changed since it was
             compiled.
     """
-    found = _copy(function, dict(replacements), {})
-    if found is function:
+    copied = _copy(function, dict(replacements), {})
+    if copied is function:
         raise KernelCompatError(f"{function.__qualname__} doesn't read the globals {', '.join(replacements)}")
-    return found
+    return copied
 
 
 def _copy(function: FunctionType, replacements: dict[str, Any], done: dict[int, FunctionType]) -> FunctionType:
@@ -136,15 +136,21 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(first: Any, second: Any) -> bool:
     """Whether two code objects, or two of their constants, do the same."""
-    if isinstance(one, CodeType) and isinstance(other, CodeType):
+    if isinstance(first, CodeType) and isinstance(second, CodeType):
         fields = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars")
-        same = all(getattr(one, field) == getattr(other, field) for field in fields)
-        return same and len(one.co_consts) == len(other.co_consts) and all(map(_alike, one.co_consts, other.co_consts))
-    if isinstance(one, str) and isinstance(other, str):  # Python 3.10 has the qualified names of inner functions there
-        return one.rpartition("<locals>.")[2] == other.rpartition("<locals>.")[2]
-    return type(one) is type(other) and bool(one == other)
+        same = all(getattr(first, field) == getattr(second, field) for field in fields)
+        return (
+            same
+            and len(first.co_consts) == len(second.co_consts)
+            and all(map(_alike, first.co_consts, second.co_consts))
+        )
+    if isinstance(first, str) and isinstance(
+        second, str
+    ):  # Python 3.10 has the qualified names of inner functions there
+        return first.rpartition("<locals>.")[2] == second.rpartition("<locals>.")[2]
+    return type(first) is type(second) and bool(first == second)
 
 
 def _layers(function: Any, seen: set[int]) -> Iterator[FunctionType]:
@@ -166,8 +172,8 @@ def _contents(cell: CellType) -> Any:
 
 def _global_names(code: CodeType, wanted: Callable[[str], Any]) -> set[str]:
     """The wanted names that a code object, or one inside it, loads from the globals."""
-    found = set()
-    for one in _codes(code):
-        if any(map(wanted, one.co_names)):  # cheap, and disassembling isn't
-            found |= {str(i.argval) for i in dis.get_instructions(one) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return {name for name in found if wanted(name)}
+    loaded = set()
+    for inner in _codes(code):
+        if any(map(wanted, inner.co_names)):  # cheap, and disassembling isn't
+            loaded |= {str(i.argval) for i in dis.get_instructions(inner) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return {name for name in loaded if wanted(name)}

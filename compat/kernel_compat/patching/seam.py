@@ -115,7 +115,7 @@ class Seam:
         """Why an attribute of an owner isn't as expected; None where it is, or where other code has wrapped it without a change."""
         if self.passes_on:
             packages = {klass.__module__.partition(".")[0] for klass in getattr(owner, "__mro__", (owner,))}
-            while (found := _package(value)) is not None and found not in packages:
+            while (package := _package(value)) is not None and package not in packages:
                 inner = wrapped_by(value)
                 if inner is None:
                     return f"{described(value)}, which isn't known to pass every argument on and to return the result"
@@ -192,15 +192,15 @@ def _setter_of(owner: Any, name: str) -> FunctionType | None:
 def _functions_in(function: Any) -> Iterator[FunctionType]:
     """A function, and the functions that a wrapper of other code refers to, whether or not it has called functools.wraps."""
     pending, seen = [function], set()
-    for one in pending:  # grows as it goes
-        if id(one) in seen:
+    for value in pending:  # grows as it goes
+        if id(value) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, (partial, partialmethod)):
-            pending.append(one.func)
-        elif isinstance(one, FunctionType):
-            yield one
-            pending += [getattr(one, "__wrapped__", None), *inspect.getclosurevars(one).nonlocals.values()]
+        seen.add(id(value))
+        if isinstance(value, (partial, partialmethod)):
+            pending.append(value.func)
+        elif isinstance(value, FunctionType):
+            yield value
+            pending += [getattr(value, "__wrapped__", None), *inspect.getclosurevars(value).nonlocals.values()]
 
 
 def _package(function: Any) -> str | None:
@@ -219,13 +219,13 @@ def parameter_problem(function: Any, expected: tuple[str, ...]) -> str | None:
     except (TypeError, ValueError):
         return f"{type(function).__name__}, which has no signature"
     names = [parameter.name for parameter in parameters]
-    found = f"parameters ({', '.join(names)})"
+    description = f"parameters ({', '.join(names)})"
     if tuple(names[: len(expected)]) != expected:
-        return found
+        return description
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for parameter in parameters[len(expected) :]:
         if parameter.kind not in variadic and parameter.default is inspect.Parameter.empty:
-            return f"{found}, of which {parameter.name} is new and required"
+            return f"{description}, of which {parameter.name} is new and required"
     return None
 
 

@@ -114,8 +114,8 @@ class Changes:
     def _undo(self) -> list[Change]:
         with self._lock:
             self.active = False
-            made, self._made = self._made, {}
-            return undo(reversed(made.values()))
+            changes, self._made = self._made, {}
+            return undo(reversed(changes.values()))
 
 
 def swap(assignments: Iterable[tuple[Any, str, Any]], aliases: Iterable[tuple[Any, Any]] = ()) -> None:

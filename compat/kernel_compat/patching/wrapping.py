@@ -60,16 +60,17 @@ def assert_same_signature(original: Callable[..., Any], replacement: Callable[..
     Raises:
         TypeError: they differ, which the message shows, or one has no signature.
     """
-    taken, found = _signature(original), _signature(replacement)
-    one, other = (
-        [(p.name, p.kind, type(p.default), p.default) for p in each.parameters.values()] for each in (taken, found)
+    expected, provided = _signature(original), _signature(replacement)
+    ours, other = (
+        [(p.name, p.kind, type(p.default), p.default) for p in signature.parameters.values()]
+        for signature in (expected, provided)
     )
     try:
-        same = one == other
+        same = ours == other
     except Exception:  # a default may be anything: == of two tensors is no truth value
         same = False
     if not same:
-        raise TypeError(f"the original takes {taken}, its replacement {found}")
+        raise TypeError(f"the original takes {expected}, its replacement {provided}")
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

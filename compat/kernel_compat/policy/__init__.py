@@ -42,9 +42,9 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     for module in ("fallback", "layers", "loading", "planning") if name in __all__ else ():
-        found = importlib.import_module(f".{module}", __name__)
-        if name in found.__all__:
-            return globals().setdefault(name, getattr(found, name))
+        loaded = importlib.import_module(f".{module}", __name__)
+        if name in loaded.__all__:
+            return globals().setdefault(name, getattr(loaded, name))
     if name in _RENAMED:
         now, instead = _RENAMED[name]
         warnings.warn(f"kernel_compat.policy.{name} is now {instead}", RenamedWarning, stacklevel=2)

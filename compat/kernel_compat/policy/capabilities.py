@@ -116,12 +116,12 @@ def require_features(name: str, required: Iterable[str], owner: str, environment
     Raises:
         UnsupportedFeatureError: a feature is missing; the message names the kernels that have it.
     """
-    found = capabilities(name, environment)
-    if found is None:
+    known = capabilities(name, environment)
+    if known is None:
         return
     for feature in sorted(required):
-        if not getattr(found.features, feature):
-            advice = f"{instead(found.kernel[0].name, feature)} Or use 'eager'." if found.kernel else "Use 'eager'."
+        if not getattr(known.features, feature):
+            advice = f"{instead(known.kernel[0].name, feature)} Or use 'eager'." if known.kernel else "Use 'eager'."
             raise UnsupportedFeatureError(f"{Features.word(feature)}, which {owner} needs", name, advice)
 
 

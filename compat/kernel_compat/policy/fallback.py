@@ -78,15 +78,15 @@ def next_fallback(name: str, *, prefer: Sequence[str] = (), exclude: Collection[
         first = prefer[prefer.index(bare) + 1 :]
         place = max([place, *map(_place, prefer)])
     else:
-        first = [one for one in prefer if _place(one) > place]
-    below = (one for one in (*first, *LADDER[place + 1 :]) if one not in exclude and one != bare)
-    found = next((one for one in below if _may_replace(bare, one)), None)
-    return f"paged|{found}" if found and name != bare else found
+        first = [preferred for preferred in prefer if _place(preferred) > place]
+    following = next((rung for rung in _below(bare, place, first, exclude) if rung != bare), None)
+    return f"paged|{following}" if following and name != bare else following
 
 
-def _may_replace(name: str, other: str) -> bool:
-    """Whether a name may fall back to another: one over several ranks not to one within a rank."""
-    return is_over_ranks(other) or not is_over_ranks(name)
+def _below(name: str, place: int, preferred: Sequence[str], exclude: Collection[str]) -> list[str]:
+    """The names that `name` may fall back to, preferred ones first; one over several ranks not to one within a rank."""
+    rungs = (*preferred, *LADDER[place + 1 :])
+    return [rung for rung in rungs if rung not in exclude and (is_over_ranks(rung) or not is_over_ranks(name))]
 
 
 def _place(name: str) -> int:
@@ -114,9 +114,8 @@ def checked_names(prefer: Sequence[str], exclude: Collection[str]) -> tuple[list
         for name in names:
             require_known(name)
     left_out = frozenset(name.removeprefix("paged|") for name in exclude)
-    return [
-        name for name in dict.fromkeys(one.removeprefix("paged|") for one in prefer) if name not in left_out
-    ], left_out
+    preferred = dict.fromkeys(name.removeprefix("paged|") for name in prefer)
+    return [name for name in preferred if name not in left_out], left_out
 
 
 def ladder(
@@ -157,10 +156,9 @@ def ladder(
         raise ValueError(f"{name!r} is the first name to try, and excluded")
     bare = name.removeprefix("paged|")
     paged = "paged|" * (bare != name)
-    below = [one for one in (*first, *LADDER[_place(bare) + 1 :]) if one not in left_out and _may_replace(bare, one)]
     environment = environment or Environment.detect()
-    names = dict.fromkeys([name, *(paged + one for one in below)])
-    return tuple(step_of(one, environment, requires, model_type) for one in names)
+    names = dict.fromkeys([name, *(paged + rung for rung in _below(bare, _place(bare), first, left_out))])
+    return tuple(step_of(rung, environment, requires, model_type) for rung in names)
 
 
 def best_available(
@@ -197,17 +195,17 @@ def best_available(
 
 def step_of(name: str, environment: Environment, requires: Collection[str] = (), model_type: str | None = None) -> Step:
     """One name's step, with the arguments of `ladder`."""
-    found = capabilities(name, environment)
-    if found is None:
+    capability = capabilities(name, environment)
+    if capability is None:
         reason = "kernel-compat knows no kernel of this name"
         if "/" in name:
             reason = "it is a kernel of the hub, which transformers would download"
         elif upstream_owner(name):
             reason = "it belongs to transformers, and is no part of the ladder"
         return Step(name, None, reason)
-    if found.unusable:
-        return Step(name, False, "; ".join(found.unusable))
-    if missing := found.features.lacking(requires):
+    if capability.unusable:
+        return Step(name, False, "; ".join(capability.unusable))
+    if missing := capability.features.lacking(requires):
         return Step(name, False, f"it has no {', no '.join(missing)}")
     release = environment.version("transformers")
     if name.startswith("paged|") and release is not None and release.major < 5:
@@ -220,7 +218,7 @@ def step_of(name: str, environment: Environment, requires: Collection[str] = (),
 
         if wrong := wrong_cases(model_type, str(release)):
             return Step(name, False, f"{model_type} is proven wrong under it: {', '.join(wrong)}")
-    runs_on = found.runs_on
+    runs_on = capability.runs_on
     if ours and resolve(name) is None:
         runs_on += ", once kernel_compat.install() is called"
     return Step(name, True, runs_on)

@@ -80,10 +80,10 @@ def require_layers(model: Any, name: str, kernel: Kernel) -> None:
     environment = Environment.detect()
     if not kernel.usable(environment):  # loaded for another machine
         return
-    for found in _assigned(model, kernel, environment):
-        if found.forward is None:
-            where = f"{found.layers[0]} of {type(model).__name__}"
-            raise UnsupportedFeatureError(f"the layer {where}", name, f"{'; '.join(found.reasons)}.")
+    for group in _assigned(model, kernel, environment):
+        if group.forward is None:
+            where = f"{group.layers[0]} of {type(model).__name__}"
+            raise UnsupportedFeatureError(f"the layer {where}", name, f"{'; '.join(group.reasons)}.")
 
 
 def require_declared(model: Any, entry: AttentionName) -> None:
@@ -96,8 +96,8 @@ def require_declared(model: Any, entry: AttentionName) -> None:
     """
     if entry.features is not None:
         config = model.config
-        own = [module for module in model.modules() if getattr(module, "config", config) is config]
-        needed = {feature for _, feature in features_needed(SimpleNamespace(config=config, modules=lambda: own))}
+        modules = [module for module in model.modules() if getattr(module, "config", config) is config]
+        needed = {feature for _, feature in features_needed(SimpleNamespace(config=config, modules=lambda: modules))}
         require_features(entry.name, needed, type(model).__name__, Environment.detect())
 
 
@@ -106,12 +106,12 @@ def _assigned(model: Any, kernel: Kernel, environment: Environment) -> list[Laye
     alike: dict[Needs, list[str]] = {}
     for layer, needs in _layers(model, device):
         alike.setdefault(needs, []).append(layer)
-    found = []
+    groups = []
     for needs, layers in alike.items():
         with_gradients = needs._replace(features=needs.features | {"backward"})
         (forward, reasons), (training, more) = (_first(kernel, n, environment) for n in (needs, with_gradients))
-        found.append(LayerKernels(tuple(layers), needs, forward, training, tuple(dict.fromkeys((*reasons, *more)))))
-    return found
+        groups.append(LayerKernels(tuple(layers), needs, forward, training, tuple(dict.fromkeys((*reasons, *more)))))
+    return groups
 
 
 def _first(kernel: Kernel, needs: Needs, environment: Environment) -> tuple[str | None, list[str]]:

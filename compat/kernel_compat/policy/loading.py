@@ -71,13 +71,13 @@ def load_with_fallback(
         ValueError: `requires` names no feature, or `name` is excluded or an empty dict.
         UnknownNameError: `prefer` or `exclude` has an unknown name.
     """
-    given: Mapping[str, str] = name if isinstance(name, Mapping) else {"": "sdpa" if name is None else name}
-    if not given:
+    requested: Mapping[str, str] = name if isinstance(name, Mapping) else {"": "sdpa" if name is None else name}
+    if not requested:
         raise ValueError("name is an empty dict: it has the name of no part")
     environment = Environment.detect()
     parts = [
         _Part(key, first, environment, () if is_encoder(key) else requires, prefer, exclude)
-        for key, first in given.items()
+        for key, first in requested.items()
     ]
     reasons: list[str] = []
     cause: Exception | None = None
@@ -87,7 +87,7 @@ def load_with_fallback(
         tried = part.name
         reasons.append(f"{label}{tried}: {reason}")
         if not part.advance():
-            raise KernelUnavailableError(str(given.get("", dict(given))), reasons) from cause
+            raise KernelUnavailableError(str(requested.get("", dict(requested))), reasons) from cause
         _warn_once(f"{label}attn_implementation={tried!r} is not supported here, trying {part.name!r}: {reason}")
 
     while True:
@@ -103,7 +103,7 @@ def load_with_fallback(
                 model = load({part.key: part.name for part in parts} if isinstance(name, Mapping) else names[0])
         except Exception as error:
             noted = next((refusal for refusal in loading.refusals if refusal.error is error), None)
-            refused = noted.name if noted else next((one for one in names if _is_refusal(error, one)), None)
+            refused = noted.name if noted else next((name for name in names if _is_refusal(error, name)), None)
             if noted is None and refused is None and not is_refusal(error):
                 raise
             keys = noted.keys if noted else ()
@@ -169,12 +169,12 @@ class _Part:
 
 def _may_be_tried(name: str, environment: Environment, requires: Collection[str]) -> bool:
     """Whether to call `load` with a first name that `step_of` does not call usable."""
-    found = capabilities(name, environment)
-    if found is None:
+    capability = capabilities(name, environment)
+    if capability is None:
         return True
     # A kernel that loads where it can't run would fail only in the first forward.
-    fails_late = found.kernel and found.unusable and not found.kernel[1].unloadable_because(environment)
-    return not fails_late and not found.features.lacking(requires)
+    fails_late = capability.kernel and capability.unusable and not capability.kernel[1].unloadable_because(environment)
+    return not fails_late and not capability.features.lacking(requires)
 
 
 def _unsupported_because(
@@ -318,7 +318,7 @@ _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _SHIM = Shim(
     "checked_models",
     "transformers",
-    ">=4",
+    ">=4.54,<6",
     "an error doesn't say that it is about the attention name",
     seams=(
         Seam(f"{_MODEL}.__init__", ("self", "config")),

@@ -105,24 +105,26 @@ def plan_attention(
         reasons.append(f"Liger is off: its kernels take one rank's shard for the whole under {' and '.join(sharded)}.")
     elif use_liger_kernel:
         reasons.append("Liger is on: nothing is sharded.")
-    run = _Run(cp, bool(packed_sequence), environment, model_type, prefer, left_out)
-    found: str | dict[str, str] | None
+    run = _TrainingRun(cp, bool(packed_sequence), environment, model_type, prefer, left_out)
+    settled: str | None
+    implementation: Any
     if isinstance(attn_implementation, Mapping):
-        found = {}
+        implementation = {}
         for part, name in attn_implementation.items():
             if is_encoder(part):
-                found[part] = _checked(name)
-                reasons.append(f"{part}: {name} is kept: the tokens of encoders are neither packed nor sharded.")
-                continue
-            settled, why = run.settle(_checked(name))
-            assert settled is not None
-            found[part] = settled
+                settled, why = (
+                    _checked(name),
+                    [f"{name} is kept: the tokens of encoders are neither packed nor sharded."],
+                )
+            else:
+                settled, why = run.settle(_checked(name))
+            implementation[part] = settled
             reasons += [f"{part}: {reason}" for reason in why]
-        names = set(found.values())
+        names = set(implementation.values())
     else:
-        found, why = run.settle(None if attn_implementation is None else _checked(attn_implementation))
+        implementation, why = run.settle(None if attn_implementation is None else _checked(attn_implementation))
         reasons += why
-        names = {found or "sdpa"}
+        names = {implementation or "sdpa"}
     backends = None
     if "sdpa" in names:
         backends = tuple(name.lower() for name in SDPA_BACKENDS[: 2 if cp > 1 else None])
@@ -130,7 +132,7 @@ def plan_attention(
             reasons.append("SDPA's backends are cuDNN and flash: others are wrong or raise under context parallelism.")
         elif activation_checkpointing:
             reasons.append("SDPA's backends are all: use_sdpa_backends keeps the recomputation on the same one.")
-    return AttentionPlan(found, bool(use_liger_kernel) and not sharded, tuple(reasons), backends)
+    return AttentionPlan(implementation, bool(use_liger_kernel) and not sharded, tuple(reasons), backends)
 
 
 def _checked(name: object) -> str:
@@ -141,8 +143,8 @@ def _checked(name: object) -> str:
     return name
 
 
-class _Run(NamedTuple):
-    """What a training run asks of an attention.
+class _TrainingRun(NamedTuple):
+    """What a training run needs of its attention.
 
     Attributes:
         cp: the number of context parallel ranks.
@@ -228,8 +230,8 @@ class _Run(NamedTuple):
 
 
 def _takes_packed(name: str, environment: Environment) -> bool:
-    found = capabilities(name, environment)
-    return found.features.varlen if found else "/" in name and "flash" in name
+    capability = capabilities(name, environment)
+    return capability.features.varlen if capability else "/" in name and "flash" in name
 
 
 def _size(name: str, value: SupportsIndex) -> int:
@@ -268,21 +270,10 @@ def verify_attention(
 
 
 def verify_context_parallel(model: Any, cp_size: SupportsIndex = 1) -> None:
-    """Verify that a model can run under context parallelism of `cp_size` ranks; a single rank passes.
+    """The part of `verify_attention` about context parallelism; a single rank passes.
 
-    torch's context parallelism reaches ``scaled_dot_product_attention`` alone, and drops its mask. With any other attention or
-    mixer each rank would see its own shard, and windows, chunks and other patterns would be lost, both without an error. Not
-    every backend of SDPA is right there, either: run the model under `use_sdpa_backends` with a plan's `sdpa_backends`.
-
-    Args:
-        model: a model, or a model class; of a class only its declaration is verified.
-        cp_size: number of context parallel ranks.
-
-    Raises:
-        UnsupportedFeatureError: the model class has no sdpa, the model was loaded with another attention that doesn't
-            handle context parallelism itself, it needs softcap or sinks, which sdpa does not support, or a part of it is
-            anything but full causal attention.
-        ValueError, TypeError: `cp_size` is no number of ranks.
+    Each rank would see its own shard with any other attention or mixer, and windows, chunks and other patterns would be lost, both
+    without an error.
     """
     if _size("cp_size", cp_size) == 1:
         return
@@ -321,31 +312,18 @@ def verify_context_parallel(model: Any, cp_size: SupportsIndex = 1) -> None:
 
 
 def verify_flash(model: Any, name: str, environment: Environment | None = None) -> None:
-    """Verify that a model can run with the flash attention `name`: by its declaration, by its layers, and here.
-
-    Args:
-        model: a model, or a model class; of a class only its declaration is verified.
-        name: a kernel's name or a registered one.
-        environment: default: this one.
-
-    Raises:
-        UnsupportedFeatureError: the model class declares no flash attention, or a layer needs a feature (windows, softcap,
-            sinks) that `name` does not have.
-        KernelUnavailableError: `name` can't run here.
-        ValueError: `name` is no flash attention.
-        TypeError: `name` is not a string.
-    """
+    """The part of `verify_attention` about a flash attention: the model's declaration, its layers, and whether the kernel runs here."""
     environment = environment or Environment.detect()
-    found = capabilities(require_string(name), environment)
-    if found is None or found.kernel is None:
+    capability = capabilities(require_string(name), environment)
+    if capability is None or capability.kernel is None:
         known = {*known_kernels(), *registered_attention()}
         raise ValueError(f"{name!r} is no flash attention; there are: {', '.join(sorted(known))}")
     model = model if isinstance(model, type) else _unwrapped(model)
     require_flash_support(model, name, interface=name in registered_attention())
     if not isinstance(model, type):
         require_features(name, {feature for _, feature in needs(model)}, type(model).__name__, environment)
-    if found.unusable:
-        raise KernelUnavailableError(name, found.unusable, found.kernel[1].install_hint(environment))
+    if capability.unusable:
+        raise KernelUnavailableError(name, capability.unusable, capability.kernel[1].install_hint(environment))
 
 
 def _unwrapped(model: Any) -> Any:

@@ -71,17 +71,17 @@ def implementations(model: Any) -> list[str]:
 
 def needs(model: Any) -> list[tuple[str, str]]:
     """Pairs of an attention name and a feature that a layer under it needs, as far as attributes and configs say."""
-    found = set()
+    pairs = set()
     for module in _modules(model):
         name = _implementation(module) or _implementation(model) or ""
         config = getattr(module, "config", None)
         if SOFTCAPPING.attribute_of(module) or SOFTCAPPING.attribute_of(config):
-            found.add((name, "softcap"))
+            pairs.add((name, "softcap"))
         if LAYER_SINKS.attribute_of(module) is not None:
-            found.add((name, "sinks"))
+            pairs.add((name, "sinks"))
         if WINDOW.attribute_of(module) or slides(config):
-            found.add((name, "window"))
-    return sorted(found)
+            pairs.add((name, "window"))
+    return sorted(pairs)
 
 
 def _modules(model: Any) -> Iterable[Any]:

@@ -74,8 +74,8 @@ def unavailable_because(backend: Backend, environment: Environment | None = None
     majors = TORCH_BACKENDS[backend].capabilities
     if not reasons and not any(device.capability[0] in majors for device in environment.devices):
         wanted = " or ".join(f"{major}.x" for major in majors)
-        found = ", ".join(map(str, environment.devices))
-        reasons.append(f"torch's {backend} backend needs compute capability {wanted}, and there is {found}")
+        present = ", ".join(map(str, environment.devices))
+        reasons.append(f"torch's {backend} backend needs compute capability {wanted}, and there is {present}")
     if backend == "FA4" and not reasons:
         for shim in report.shims:
             if _FA4_SEAM not in shim.seams or shim.state == "applied":

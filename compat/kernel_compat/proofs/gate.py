@@ -69,7 +69,7 @@ def require_padding_free(model: Any, name: str, unproven: str, by_name: bool = F
 
 
 def _in_table(owner: type, config: type, model_type: str, version: str) -> tuple[str, ...] | None:
-    if not all(one.__module__.startswith("transformers.models.") for one in (owner, config)):
+    if not all(kind.__module__.startswith("transformers.models.") for kind in (owner, config)):
         return None
     known = wrong_cases(model_type, version)
     # A part of a model, such as its vision tower, is proven with the whole model.

@@ -30,8 +30,8 @@ _ELSEWHERE = re.compile(
 
 def published() -> Mapping[str, str]:
     """The digest of each published release."""
-    found: dict[str, str] = json.loads(PATH.read_text())
-    return found
+    digests: dict[str, str] = json.loads(PATH.read_text())
+    return digests
 
 
 def write(digests: Mapping[str, str]) -> None:
@@ -74,11 +74,11 @@ def changed_modules(models: frozenset[str]) -> list[str]:
 def _recorded() -> Mapping[str, str] | None:
     """The hash of each file of the installed release; None if it isn't a published one."""
     try:
-        found = metadata.distribution(_PACKAGE)
+        installed = metadata.distribution(_PACKAGE)
     except metadata.PackageNotFoundError:
         return None
-    record = found.read_text("RECORD") or ""
-    if published().get(found.version) != digest_of(record):
+    record = installed.read_text("RECORD") or ""
+    if published().get(installed.version) != digest_of(record):
         return None
     return {path: value for path, value, _ in (line.rsplit(",", 2) for line in _hashes(record))}
 

@@ -66,8 +66,8 @@ def essential(kind: type) -> type:
 
 def _adds_only(kinds: tuple[type, ...], base: type) -> bool:
     """Whether no attribute of these classes, or of bases that `base` doesn't have, replaces one of `base`."""
-    own = {one for kind in kinds for one in kind.__mro__} - set(base.__mro__)
-    return not any(_replaces(one, name, base) for one in own for name in vars(one))
+    own = {ancestor for kind in kinds for ancestor in kind.__mro__} - set(base.__mro__)
+    return not any(_replaces(kind, name, base) for kind in own for name in vars(kind))
 
 
 def _replaces(kind: type, name: str, base: type) -> bool:
@@ -94,25 +94,27 @@ def replaced(*owners: type) -> list[tuple[str, Any]]:
     Returns:
         Pairs of the attribute's path and its value.
     """
-    found: list[tuple[str, Any]] = []
-    names = [one.__module__ for owner in owners for one in owner.__mro__ if one.__module__.startswith(_MODELS)]
+    replacements: list[tuple[str, Any]] = []
+    names = [
+        ancestor.__module__ for owner in owners for ancestor in owner.__mro__ if ancestor.__module__.startswith(_MODELS)
+    ]
     waiting, seen = list(dict.fromkeys(names)), {*names}
     while waiting:
         name = waiting.pop()
         module = sys.modules[name]
         upstream = _upstream(name)
-        found += _replaced_definitions(module, upstream)
+        replacements += _replaced_definitions(module, upstream)
         for alias, (origin, attribute) in upstream.imports.items():
             if origin.partition(".")[0] != "transformers":
                 continue
             value = vars(module).get(alias)
             if isinstance(value, (FunctionType, type)) and not _is_import(value, origin, attribute):
-                found.append((f"{name}.{alias}", value))
+                replacements.append((f"{name}.{alias}", value))
             is_model = origin.startswith(_MODELS) and ".modeling_" in origin and ".auto." not in origin
             if origin not in seen and origin in sys.modules and (origin in _SHARED or is_model):
                 seen.add(origin)
                 waiting.append(origin)
-    return found + [(name, sys.modules[name]) for name in changed_modules(frozenset(seen))]
+    return replacements + [(name, sys.modules[name]) for name in changed_modules(frozenset(seen))]
 
 
 class _Upstream(NamedTuple):

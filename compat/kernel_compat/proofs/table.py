@@ -70,20 +70,20 @@ def read(path: Path) -> tuple[ByRelease[Cases], ByRelease[Ran]]:
     sets: list[list[str]] = ran["sets"]
     classes = _unfolded(ran["types"], order)
     return _unfolded(document["types"], order), {
-        release: {name: {owner: sets[number] for owner, number in own.items()} for name, own in types.items()}
+        release: {name: {owner: sets[number] for owner, number in by_class.items()} for name, by_class in types.items()}
         for release, types in classes.items()
         if types
     }
 
 
 def _unfolded(types: Mapping[str, Mapping[str, T]], order: Sequence[str]) -> ByRelease[T]:
-    found: ByRelease[T] = {release: {} for release in order}
+    by_release: ByRelease[T] = {release: {} for release in order}
     for model_type, runs in types.items():
         for run, value in runs.items():
             first, _, last = run.partition("-")
             for release in order[order.index(first) : order.index(last or first) + 1]:
-                found[release][model_type] = value
-    return found
+                by_release[release][model_type] = value
+    return by_release
 
 
 def releases() -> list[str]:
