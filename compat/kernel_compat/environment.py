@@ -104,7 +104,7 @@ class Environment:
 
     @classmethod
     def detect(cls, distributions: Iterable[str] = ()) -> Environment:
-        """Describe the running interpreter from metadata, without importing a framework. Reading `devices` asks the NVIDIA driver.
+        """Describe the running interpreter from metadata, without importing a framework. Reading `devices` queries the NVIDIA driver.
 
         Never raises for a broken installation: `problems` describes it.
 

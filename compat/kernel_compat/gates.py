@@ -85,7 +85,7 @@ class LoadGate(Protocol):
             by_name: for ``padding_free``: whether the attention name wants it, so that it needn't apply to the model.
 
         Returns:
-            None if it holds; why it can't be told, in words that follow "... isn't proven to compute the same:".
+            None if it holds; why it can't be decided, as the end of the sentence "... isn't proven to compute the same:".
 
         Raises:
             KernelCompatError: it doesn't hold.

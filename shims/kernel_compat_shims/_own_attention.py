@@ -235,7 +235,7 @@ def _unusable(flash: type) -> str | None:
 
 
 def _late(module: str, name: str) -> Callable[..., Any]:
-    """A function that looks up an attribute of a module when it is called, by when its seam may have been replaced."""
+    """A function that looks up an attribute of a module when it is called: its seam may have been replaced since."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return getattr(sys.modules[module], name)(*args, **kwargs)

@@ -37,7 +37,7 @@ _flags = Changes()
 
 
 def _activate() -> Callable[[], list[Change]]:
-    """Set the flags of the model classes that there are. Returns the undo of this and of the flags of later classes."""
+    """Set the flags of the model classes that exist. Returns the function that undoes this, and the flags of later classes."""
     undo = _flags.activate()
     classes: list[type] = [sys.modules["transformers.modeling_utils"].PreTrainedModel]
     for klass in classes:  # grows

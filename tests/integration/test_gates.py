@@ -168,7 +168,9 @@ def test_a_command_of_another_package(installs: Install, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out) == {"ok": False, "who": "nobody"}
 
 
-def test_explain_has_the_findings_of_other_packages(installs: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_has_the_findings_of_other_packages(
+    installs: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from types import SimpleNamespace
 
     from kernel_compat.cli.explain import explain
@@ -186,6 +188,9 @@ def test_explain_has_the_findings_of_other_packages(installs: Install, monkeypat
     installs(diagnoses={"theirs": diagnose})
     (provider,) = explain("flash_attention_2")["providers"]
     assert "a.so: it is cut off" in provider["reasons"]
+    assert cli.main(["explain", "flash_attention_2", "--json"]) == 0
+    (provider,) = json.loads(capsys.readouterr().out)["providers"]
+    assert provider["findings"][0]["problem"] == "it is cut off"
     installs()
     (provider,) = explain("flash_attention_2")["providers"]
     assert not provider["findings"]

@@ -16,7 +16,7 @@ from ..policy.capabilities import kernel_of, require_known
 from ..policy.fallback import LADDER, Step, ladder
 from ..policy.layers import LayerKernels, layer_kernels
 from .arguments import MODEL_HELP, BadArgumentsError, add_json, model_type
-from .printing import COLOURS, print_shims, print_table, print_text, reasons_text, usable_text
+from .printing import COLOURS, fields_of, print_shims, print_table, print_text, reasons_text, usable_text
 from .status import name_status
 
 __all__ = ["HELP", "add_arguments", "explain", "explain_layers", "explain_type", "find", "show"]
@@ -44,13 +44,15 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
     name, model = arguments.name, arguments.model
     if not name and not model:
         raise BadArgumentsError("explain takes an attention NAME, or --model")
-    explanation = {} if name in (None, "auto") else explain(name)
-    if model is None:
-        if name == "auto":
-            raise BadArgumentsError("explain auto takes --model FOLDER: it chooses a kernel for each layer of a model")
-        return explanation
-    explanation |= explain_type(model_type(model), name if name not in (None, "auto") else LADDER[0])
-    return {**explanation, "layers": explain_layers(model, name)} if name and os.path.isdir(model) else explanation
+    whole = None if name == "auto" else name  # auto is a kernel for each layer
+    explanation = explain(whole) if whole else {}
+    if model is not None:
+        explanation |= explain_type(model_type(model), whole or LADDER[0])
+        if name and os.path.isdir(model):
+            explanation["layers"] = explain_layers(model, name)
+    elif name == "auto":
+        raise BadArgumentsError("explain auto takes --model FOLDER: it chooses a kernel for each layer of a model")
+    return explanation
 
 
 def explain(name: str) -> dict[str, Any]:
@@ -76,11 +78,11 @@ def explain(name: str) -> dict[str, Any]:
     if qualified := getattr(forward, "__qualname__", None):
         qualified = f"{forward.__module__}.{qualified}"
     providers = [_provider(provider, environment) for provider in (kernel.providers if kernel else ())]
-    status_of_name = name_status(bare, report)
-    if providers and not status_of_name["reasons"] and all(provider["reasons"] for provider in providers):
-        status_of_name["reasons"] = [reason for provider in providers for reason in provider["reasons"]]
+    explanation = name_status(bare, report)
+    if providers and not explanation["reasons"] and all(provider["reasons"] for provider in providers):
+        explanation["reasons"] = [reason for provider in providers for reason in provider["reasons"]]
     return {
-        **status_of_name,
+        **explanation,
         "environment": environment,
         "forward": qualified or (forward and repr(forward)),
         "providers": providers,
@@ -91,19 +93,18 @@ def explain(name: str) -> dict[str, Any]:
 
 def _provider(provider: Provider, environment: Environment) -> dict[str, Any]:
     reasons = provider.unavailable_because(environment)
-    findings: list[Finding] = []
+    findings: list[dict[str, Any]] = []
     undiagnosed = []
     if not provider.bundled and provider.distribution in environment.packages:
         for point in entries(DIAGNOSES).values():
             try:
                 diagnose: Diagnose = point.load()
-                new = [*diagnose(provider.distribution, environment)]
-                reasons += [
-                    ": ".join(filter(None, (finding.file, finding.problem))) for finding in new if finding.breaks
-                ]
-                findings += new
+                findings += map(_as_document, diagnose(provider.distribution, environment))
             except Exception as error:  # another project's package, which may fail in any way
                 undiagnosed.append(f"{package_of(point)} failed to diagnose it: {type(error).__name__}: {error}")
+    reasons += [
+        ": ".join(filter(None, (finding["file"], finding["problem"]))) for finding in findings if finding["breaks"]
+    ]
     return {
         "distribution": provider.distribution,
         "module": provider.module,
@@ -114,6 +115,12 @@ def _provider(provider: Provider, environment: Environment) -> dict[str, Any]:
         "findings": findings,
         "undiagnosed": undiagnosed,
     }
+
+
+def _as_document(finding: Finding) -> dict[str, Any]:
+    """A finding's attributes; of a dataclass also those that other packages' findings needn't have."""
+    more = fields_of(finding) if dataclasses.is_dataclass(finding) else {}
+    return {**more, **{name: getattr(finding, name) for name in ("package", "file", "problem", "command", "breaks")}}
 
 
 def explain_type(model_type: str, name: str) -> dict[str, Any]:
@@ -133,11 +140,9 @@ def explain_type(model_type: str, name: str) -> dict[str, Any]:
     environment = status().environment
     release = environment.version("transformers")
     cases = known(str(release)).get(model_type) if release else None
-    verdict = (
-        None
-        if cases is None
-        else next((candidate for candidate in (*WORSE, "no recipe") if candidate in cases), "equal")
-    )
+    verdict = None
+    if cases is not None:
+        verdict = next((worst for worst in (*WORSE, "no recipe") if worst in cases), "equal")
     return {
         "ladder": ladder(name, environment, model_type=model_type),
         "model": {
@@ -240,7 +245,7 @@ def _show_name(explanation: dict[str, Any]) -> None:
             print_text(f"  not usable: {why}", "yellow")
         for failure in provider["undiagnosed"]:
             print_text(f"  {failure}", "yellow")
-        for command in dict.fromkeys(finding.command for finding in provider["findings"] if finding.breaks):
+        for command in dict.fromkeys(finding["command"] for finding in provider["findings"] if finding["breaks"]):
             print_text(f"  mend it with: {command}")
 
 

@@ -1,1 +1,1 @@
-"""Diagnoses of an environment: the numbers that its kernels compute, and its broken installs."""
+"""Diagnoses of an environment: the numbers that its kernels compute."""

@@ -54,7 +54,7 @@ def use_sdpa_backends(
             names in any case. None: cuDNN, flash, efficient, math.
 
     Returns:
-        The handle that undoes this call, in any order with those of other calls. A forward that somebody else put over
+        The handle that undoes this call, in any order with those of other calls. A forward that other code has put over
         ours stays, and ours has no effect in it any more.
 
     Raises:
@@ -188,11 +188,11 @@ class _Process:
 
         thread = threading.get_ident()
         with self._lock:
-            for other, theirs in self._running:
-                if other != thread and theirs != backends:
+            for other, running in self._running:
+                if other != thread and running != backends:
                     raise RuntimeError(
                         "SDPA's backends are the same for a whole process: a forward in another thread runs with "
-                        f"{_listed(theirs)}, so none can run with {_listed(backends)} now. Run them one after the "
+                        f"{_listed(running)}, so none can run with {_listed(backends)} now. Run them one after the "
                         "other, or with the same backends."
                     )
             if not self._running:

@@ -1,4 +1,4 @@
-"""Plan, verify every seam, then swap; and back again."""
+"""Verifies every seam of the shims that an environment needs, then replaces them; and restores them."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class Installation:
             warnings.warn(f"the shim {name} is not applied: {reason}", UnprotectedWarning, stacklevel=2)
 
     def _apply_all(self, shims: Sequence[Shim], environment: Environment) -> None:
-        """Apply those of the shims that aren't yet."""
+        """Apply the shims that aren't applied yet."""
         before = set(self._applied)
         try:
             for shim in shims:
@@ -277,9 +277,9 @@ class Installation:
     def _require_untouched(self, located: list[Located]) -> None:
         """Refuse seams that another shim has replaced, under other names too: undoing one would leave it inside the other's."""
         for name, applied in self._applied.items():
-            for seam, theirs in product(located, applied.seams):
-                same = seam.owner is theirs.owner and seam.name == theirs.name
-                if same or seam.original is theirs.original or seam.original is theirs.replacement:
+            for seam, other in product(located, applied.seams):
+                same = seam.owner is other.owner and seam.name == other.name
+                if same or seam.original is other.original or seam.original is other.replacement:
                     raise KernelCompatError(f"{seam.target} is replaced by the shim {name} already")
 
     def _rebind(self, shims: Collection[str]) -> None:
@@ -320,7 +320,7 @@ class Installation:
         return InstallationReport(environment, self.active, tuple(entries))
 
 
-#: What is refused without a shim that can't be loaded. Its `protects` can't be read, so everything is.
+#: The `protects` of a shim that can't be loaded: its own can't be read, so every call is refused.
 _EVERYTHING = "attention under registered names"
 
 

@@ -1,4 +1,4 @@
-"""What stands in for a shim that protects calls and can't be applied: its seams refuse those calls."""
+"""Refusals in place of a shim that protects calls and can't be applied: its seams raise an error in those calls."""
 
 from __future__ import annotations
 

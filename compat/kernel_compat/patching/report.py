@@ -1,4 +1,4 @@
-"""What an installation did, or would do."""
+"""Reports of an installation and of its shims."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Seam:
         any_form: for a replacement that is right whatever the parameters are, as a copy of the function, or of something
             that isn't a function: `parameters` is empty.
         passes_on: for a replacement that relies on what runs beneath it: a wrapper of other code must pass every argument on, and
-            return the result. What the packages of the class's bases have put there is theirs.
+            return the result. Wrappers by the packages of the class's bases are part of the original.
     """
 
     target: str
@@ -192,7 +192,7 @@ def _setter_of(owner: Any, name: str) -> FunctionType | None:
 def _functions_in(function: Any) -> Iterator[FunctionType]:
     """A function, and the functions that a wrapper of other code refers to, whether or not it has called functools.wraps."""
     pending, seen = [function], set()
-    for value in pending:  # grows as it goes
+    for value in pending:  # grows in the loop
         if id(value) in seen:
             continue
         seen.add(id(value))
@@ -231,7 +231,7 @@ def parameter_problem(function: Any, expected: tuple[str, ...]) -> str | None:
 
 @dataclass(eq=False)
 class Located(Change):
-    """A seam found in this process, with the attribute of which the replacement is made."""
+    """A seam in this process: its owner and the original, from which the replacement is made."""
 
     original: Any = None
     seam: Seam = field(kw_only=True)

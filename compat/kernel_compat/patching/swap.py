@@ -85,7 +85,7 @@ def undo(changes: Iterable[C]) -> list[C]:
         swap([(change.owner, change.name, change.before) for change in ours], aliases)
         aliases = []
         left = [change for change in left if change not in ours]
-    # Any of their earlier values will do: ours may have been there twice, beneath and above a patch of theirs.
+    # Skip values equal to any value recorded before ours: ours may be recorded twice, once before and once after other code's.
     earlier = [(change.owner, change.name, change.before) for change in left]
     return [c for c in left if not any(o is c.owner and n == c.name and v is c.current for o, n, v in earlier)]
 
@@ -124,7 +124,7 @@ def swap(assignments: Iterable[tuple[Any, str, Any]], aliases: Iterable[tuple[An
     ``from module import function`` binds a second name to the function: replacing the module's attribute alone
     would leave callers that did so with the original. All or nothing: an error restores every value set before it.
     """
-    # One pass over the modules for all aliases. Keyed by identity: equality is theirs to define.
+    # One pass over the modules for all aliases. Keyed by identity: other projects define equality.
     renamed = {id(old): (old, new) for old, new in aliases}
     done: list[tuple[Any, str, Any]] = []
     try:

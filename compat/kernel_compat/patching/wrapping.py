@@ -1,6 +1,6 @@
 """A function of ours around the forward of built modules, and the way back.
 
-The wrapped forward is an attribute of the instance. Other projects may put theirs over it, or under it before; both stay.
+The wrapped forward is an attribute of the instance. Other projects may wrap it again, or may have wrapped the forward before; both wrappers stay.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Forward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward beneath, with the signature of which this one is called."""
+        """The forward beneath; this one is called with its signature."""
         return MethodType(type(self.module).forward, self.module) if self.inner is None else self.inner
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

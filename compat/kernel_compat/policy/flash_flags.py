@@ -53,7 +53,7 @@ def require_flash_support(model: Any, name: str, interface: bool = True, any_mas
     Args:
         model: a model or a model class.
         name: the attention name, for the message.
-        interface: whether a model of which no class sets a flag passes if it calls transformers' attention interface, as
+        interface: whether a model passes in which no class sets a flag, if it calls transformers' attention interface, as
             for registered names.
         any_mask: whether the name's kernel takes masks of any kind: a model that has flex attention passes then.
 

@@ -106,19 +106,14 @@ def plan_attention(
     elif use_liger_kernel:
         reasons.append("Liger is on: nothing is sharded.")
     run = _TrainingRun(cp, bool(packed_sequence), environment, model_type, prefer, left_out)
-    settled: str | None
     implementation: Any
     if isinstance(attn_implementation, Mapping):
         implementation = {}
         for part, name in attn_implementation.items():
-            if is_encoder(part):
-                settled, why = (
-                    _checked(name),
-                    [f"{name} is kept: the tokens of encoders are neither packed nor sharded."],
-                )
-            else:
-                settled, why = run.settle(_checked(name))
-            implementation[part] = settled
+            implementation[part] = _checked(name)
+            why = [f"{name} is kept: the tokens of encoders are neither packed nor sharded."]
+            if not is_encoder(part):
+                implementation[part], why = run.settle(name)
             reasons += [f"{part}: {reason}" for reason in why]
         names = set(implementation.values())
     else:
@@ -144,7 +139,7 @@ def _checked(name: object) -> str:
 
 
 class _TrainingRun(NamedTuple):
-    """What a training run needs of its attention.
+    """The settings of a training run that decide its attention.
 
     Attributes:
         cp: the number of context parallel ranks.

@@ -37,7 +37,7 @@ def use_torch_flash_backend(backend: Backend | None) -> Handle:
         as a context manager it does so at the end of the block.
 
     Raises:
-        KernelUnavailableError: it can't run here; the message says why. What was active stays so.
+        KernelUnavailableError: it can't run here; the message says why. The active backend stays active.
         ValueError: `backend` is none of these.
     """
     if backend is not None and backend not in TORCH_BACKENDS:

@@ -19,7 +19,7 @@ __all__ = ["essential", "replaced"]
 _MODELS = "transformers.models."
 #: Modules of transformers whose functions every model calls for its masks, its positions and its cache.
 _SHARED = frozenset({"transformers.masking_utils", "transformers.modeling_rope_utils", "transformers.cache_utils"})
-#: Packages whose functions may stand for upstream's or around them: they don't attend, don't make masks, and pass on what they get.
+#: Packages whose functions may replace or wrap upstream's: they compute no attention, make no masks, and pass their arguments on.
 _TRUSTED = frozenset(
     {
         *("transformers", "torch", "kernels", "huggingface_hub", "accelerate", "deepspeed", "liger_kernel"),
@@ -84,7 +84,7 @@ def _replaces(kind: type, name: str, base: type) -> bool:
 
 
 def replaced(*owners: type) -> list[tuple[str, Any]]:
-    """What other code has put in the place of transformers' code in the modules of classes and in the modules they import.
+    """Transformers' code that other code has replaced, in the modules of classes and in the modules they import.
 
     A file that isn't as it was published counts, too.
 
@@ -214,7 +214,7 @@ def _is_import(value: Any, origin: str, attribute: str) -> bool:
 
 
 def _is_own(value: Any, codes: list[CodeType] | None) -> bool:
-    """Whether a value is a function with one of these codes, below wrappers of trusted packages; None for any code of theirs."""
+    """Whether a value is a function with one of these codes, below wrappers of trusted packages; None for any code of a trusted package."""
     for attribute in ("__func__", "fget", "func"):  # class and static methods, properties, cached properties
         value = getattr(value, attribute, value)
     while True:
