@@ -98,8 +98,10 @@ def forward_of(original: Callable[..., Any], others: Callable[..., Any]) -> Call
     return _flash_attention_forward
 
 
-def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lambda name: None) -> Callable[..., Any]:
-    """A method that checks a requested attention name: others by `original`, registered ones by the library, and preloads them."""
+def check_of(
+    original: Callable[..., Any], load_functions: Callable[[str], None] = lambda name: None
+) -> Callable[..., Any]:
+    """A method that checks a requested attention name: others by `original`, registered ones by the library, which loads their functions."""
 
     @wraps(original)
     def _check_and_adjust_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,13 +120,13 @@ def check_of(original: Callable[..., Any], preload: Callable[[str], None] = lamb
             is_of_tokens = self.main_input_name in TOKENS.spellings and not ENCODER_DECODER.attribute_of(self.config)
             if entry.padding_free and is_of_tokens:
                 require_padding_free(self, entry.name, unproven(), by_name=True)
-        preload(attn_implementation)
+        load_functions(attn_implementation)
         return attn_implementation
 
     return _check_and_adjust_attn_implementation
 
 
-def with_globals(original: Any, **names: Any) -> Callable[..., Any]:
+def with_own_globals(original: Any, **names: Any) -> Callable[..., Any]:
     """A copy of a function, without other code's wrappers, with globals of its own: a copy of the function's, and `names`."""
     original = unwrapped(original)
     globals_ = {**original.__globals__, **names}
@@ -155,7 +157,7 @@ def by_implementation(
         key = implementation if isinstance(implementation, str) else id(implementation)
         with lock:
             if key not in copies:
-                copy = with_globals(original)
+                copy = with_own_globals(original)
                 forget(copy.__globals__)
                 copies[key] = (implementation, copy)  # an identity is unique only as long as its object lives
         return copies[key][1]

@@ -15,7 +15,7 @@ from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
 from kernel_compat.patching.swap import Change, make, undo
 
-from ._dispatch import FORWARD, UTILS, by_implementation, by_name, forward_of, with_globals, with_implementation
+from ._dispatch import FORWARD, UTILS, by_implementation, by_name, forward_of, with_implementation, with_own_globals
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ SHIMS = (
         upstream="transformers 4.54.1, modeling_flash_attention_utils._lazy_imports",
         delete_when="the oldest supported transformers is 4.55",
         seams=(Seam(f"{UTILS}:_lazy_imports", ("impl",)),),
-        replace=each(lambda original: with_globals(original, input=_refuse_to_prompt)),
+        replace=each(lambda original: with_own_globals(original, input=_refuse_to_prompt)),
     ),
     Shim(
         name="tf4_54_generate",

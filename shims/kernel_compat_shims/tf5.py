@@ -12,7 +12,7 @@ from kernel_compat.attention.defaults import resolve
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
 
-from ._dispatch import FORWARD, MODEL, UTILS, check_of, forward_of, namespace, with_globals
+from ._dispatch import FORWARD, MODEL, UTILS, check_of, forward_of, namespace, with_own_globals
 
 
 def _loader(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,14 +39,16 @@ def _loader(original: Callable[..., Any]) -> Callable[..., Any]:
                 functions.append(kernel.flash_attn_with_kvcache)
             functions += [vars(module)["_pad_input"], vars(module)["_unpad_input"]]
             # Upstream's function keeps in its module's globals what it loads: a copy leaves those as they are.
-            copy = with_globals(original, _lazy_imports=lambda *args, **kwargs: functions, _loaded_implementation=None)
+            copy = with_own_globals(
+                original, _lazy_imports=lambda *args, **kwargs: functions, _loaded_implementation=None
+            )
             loaded[entry] = copy(entry.name)
         return loaded[entry]
 
     return lazy_import_flash_attention
 
 
-def _preload(name: str) -> None:
+def _load_functions(name: str) -> None:
     """Load a name's functions together with the model, because torch.compile may be tracing the first forward."""
     module: Any = sys.modules[UTILS]
     module.lazy_import_flash_attention(name)
@@ -87,6 +89,6 @@ SHIMS = (
             Seam(f"{MODEL}._check_and_adjust_attn_implementation", ("self", "attn_implementation", "is_init_check")),
             Seam(f"{MODEL}.get_correct_attn_implementation", ("self", "requested_attention", "is_init_check")),
         ),
-        replace=each(lambda original: check_of(original, _preload)),
+        replace=each(lambda original: check_of(original, _load_functions)),
     ),
 )

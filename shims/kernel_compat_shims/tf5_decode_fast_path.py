@@ -18,7 +18,7 @@ from kernel_compat.patching.pass_through import unwrapped
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim, each
 
-from ._dispatch import with_globals
+from ._dispatch import with_own_globals
 
 _BATCHING = "transformers.generation.continuous_batching"
 #: The function by which upstream's decision reads the name.
@@ -64,7 +64,7 @@ def _by_kernel(decide: Callable[..., Any], config: Any, page_size: int, requeste
     def is_flash_attention_requested(*args: Any, version: Any = None, **kwargs: Any) -> bool:
         return reason is None and version != 2  # 2 alone means XPU, where no kernel has a paged cache
 
-    return with_globals(decide, is_flash_attention_requested=is_flash_attention_requested)
+    return with_own_globals(decide, is_flash_attention_requested=is_flash_attention_requested)
 
 
 def _head_dim(config: Any) -> int:

@@ -33,7 +33,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any, window_size_left: int | None = None, window_size_right: int | None = None, **kwargs: Any
     ) -> Any:
         keywords: dict[str, Any] = {}
-        if args[offsets] is not None:  # without them flash-attn-4 plans for one sequence of all tokens
+        if args[offsets] is not None:  # without them flash-attn-4 schedules one sequence of all tokens
             keywords = {"max_seqlen_q": args[max_q], "max_seqlen_k": args[max_k]}
         # torch's backward refuses a window, even -1 for none; flash-attn-4's takes it.
         (keywords if backward else kwargs).update(

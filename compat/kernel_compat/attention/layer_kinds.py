@@ -9,9 +9,10 @@ import inspect
 import re
 import sys
 from functools import cache
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
+from ..patching.rewriting import codes_in
 from .roles import LAYER_INDEX, SUPPORTS_SDPA
 
 __all__ = [
@@ -161,16 +162,10 @@ def code_names(kind: type) -> frozenset[str]:
 
 def _names_of(value: Any) -> set[str]:
     function = inspect.unwrap(value) if callable(value) else value
-    return _names_in(function.__code__) if isinstance(function, FunctionType) else set()
-
-
-def _names_in(code: CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _names_in(constant)
-        else:  # a key, or a call's keywords
-            names.update(
-                entry for entry in (constant if isinstance(constant, tuple) else (constant,)) if isinstance(entry, str)
-            )
+    names: set[str] = set()
+    for code in codes_in(function.__code__) if isinstance(function, FunctionType) else ():
+        names.update(code.co_names)
+        for constant in code.co_consts:  # a key, or a call's keywords
+            entries = constant if isinstance(constant, tuple) else (constant,)
+            names.update(entry for entry in entries if isinstance(entry, str))
     return names

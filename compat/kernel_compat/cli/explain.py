@@ -119,7 +119,7 @@ def _provider(provider: Provider, environment: Environment) -> dict[str, Any]:
 
 def _as_document(finding: Finding) -> dict[str, Any]:
     """A finding's attributes; of a dataclass also those that other packages' findings needn't have."""
-    more = fields_of(finding) if dataclasses.is_dataclass(finding) else {}
+    more: dict[str, Any] = fields_of(finding) if dataclasses.is_dataclass(finding) else {}
     return {**more, **{name: getattr(finding, name) for name in ("package", "file", "problem", "command", "breaks")}}
 
 

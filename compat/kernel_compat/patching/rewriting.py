@@ -124,16 +124,16 @@ def _defined(source: str, original: CodeType, names: set[str]) -> CodeType | Non
             inner.name, outer.body = _NAME, [inner]
             vars(node).update(vars(ast.copy_location(outer, node)))
             compiled = compile(ast.fix_missing_locations(file), original.co_filename, "exec", dont_inherit=True)
-            return next(code for code in _codes(compiled) if code.co_name == _NAME).replace(co_name=original.co_name)
+            return next(code for code in codes_in(compiled) if code.co_name == _NAME).replace(co_name=original.co_name)
     return None
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
     """A code object and those inside it, the outer ones first."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from codes_in(constant)
 
 
 def _alike(first: Any, second: Any) -> bool:
@@ -173,7 +173,7 @@ def _contents(cell: CellType) -> Any:
 def _global_names(code: CodeType, wanted: Callable[[str], Any]) -> set[str]:
     """The wanted names that a code object, or one inside it, loads from the globals."""
     loaded = set()
-    for inner in _codes(code):
+    for inner in codes_in(code):
         if any(map(wanted, inner.co_names)):  # cheap, and disassembling isn't
             loaded |= {str(i.argval) for i in dis.get_instructions(inner) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return {name for name in loaded if wanted(name)}

@@ -53,7 +53,7 @@ def load_with_fallback(
     Args:
         load: called with an attention name, or a dict of names if `name` is one; returns the model, a tuple that begins with it,
             or any other object.
-        name: the first name to try. None, as in a `AttentionPlan`, begins at ``sdpa``, as transformers does. A dict has a name for each
+        name: the first name to try. None, as in an `AttentionPlan`, begins at ``sdpa``, as transformers does. A dict has a name for each
             part of a composite model, by sub-config; the part whose name is refused goes on to its next one.
         requires: features that the name must have, as in `best_available`. Of a dict, those of encoders of images and sound
             needn't have them.
