@@ -22,6 +22,7 @@ __all__ = [
     "has_no_attention",
     "is_attention",
     "is_encoder",
+    "is_indexer",
     "is_mask_free_encoder",
     "is_mixer",
     "is_model",
@@ -95,6 +96,11 @@ def calls_attention_function(module: Any) -> bool:
     Layers that don't project to keys may, too: Inkling-2's attend to the outputs of the layers before.
     """
     return not is_model(module) and not code_names(module.__class__).isdisjoint(_ATTENTION_FUNCTIONS)
+
+
+def is_indexer(module: Any) -> bool:
+    """Whether a module chooses the keys of each query, as DeepSeek-V3.2's does."""
+    return type(module).__name__.endswith("Indexer")
 
 
 def contains_attention(layer: Any) -> bool:

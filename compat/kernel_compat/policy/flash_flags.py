@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..attention.layer_kinds import has_no_attention
+from ..attention.layer_kinds import has_no_attention, is_indexer
 from ..attention.roles import SUPPORTS_SDPA
 from ..errors import AttentionRefusedError
 from ..kernels.catalog import FLEXIBLE
@@ -85,7 +85,7 @@ def require_flash_support(model: Any, name: str, interface: bool = True, any_mas
 
 
 def _sparse_attention(model: Any) -> str | None:
-    """The setting or the module by which each query selects its keys, as DeepSeek-V3.2's indexer does; None without one.
+    """The setting or the module by which each query selects its keys; None without one.
 
     While a model is being built it has no modules, and its config alone decides. The configs of its parts are ignored: each
     part is checked when it is built.
@@ -95,7 +95,7 @@ def _sparse_attention(model: Any) -> str | None:
         if value := getattr(config, setting, None):
             return f"{setting}={value} in its config"
     modules = getattr(model, "modules", tuple)
-    return next((type(module).__name__ for module in modules() if type(module).__name__.endswith("Indexer")), None)
+    return next((type(module).__name__ for module in modules() if is_indexer(module)), None)
 
 
 def has_sdpa(model: Any) -> bool:
