@@ -23,7 +23,7 @@ from ..patching.swap import Change, make, undo
 from ..patching.wrapping import functions_beneath
 from .defaults import resolve
 from .forward_context import ForwardContext, current_context
-from .layer_kinds import is_attention, is_mixer, key_projections
+from .layer_kinds import is_attention, is_mixer
 from .model_arguments import arguments_by_name
 from .roles import layer_cache_of
 from .rows import RowCall, packed_rows, padded_rows
@@ -31,11 +31,11 @@ from .rows import RowCall, packed_rows, padded_rows
 __all__ = ["MixerPatches"]
 
 
-def _by_sequence(original: Callable[..., Any], is_attention: bool) -> Callable[..., Any]:
+def _by_sequence(original: Callable[..., Any], for_attention: bool) -> Callable[..., Any]:
     """A mixer's forward that computes each packed sequence by itself.
 
     Args:
-        is_attention: whether the layer is attention in a model with mixers. Registered names separate the sequences
+        for_attention: whether the layer is attention in a model with mixers. Registered names separate the sequences
             themselves.
     """
 
@@ -43,7 +43,7 @@ def _by_sequence(original: Callable[..., Any], is_attention: bool) -> Callable[.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         context = current_context()
         entry = None if context is None else resolve(context.arguments.implementation)
-        if context is None or (is_attention and entry is not None):
+        if context is None or (for_attention and entry is not None):
             return original(self, *args, **kwargs)
         if entry is not None and entry.is_spread():
             raise UnsupportedFeatureError(
@@ -52,14 +52,14 @@ def _by_sequence(original: Callable[..., Any], is_attention: bool) -> Callable[.
                 "Its state would have to pass from rank to rank. Use a name without sequence_parallel for this model.",
             )
         rows, cached = packed_rows(context, padded=not _sees_later_tokens(type(self))), False
-        if rows is None and context.tokens_after_padding and not is_attention:
+        if rows is None and context.tokens_after_padding and not for_attention:
             # Up to 5.16 padding runs into the tokens after it in a batch of one.
             by_name = arguments_by_name(self, args, kwargs)
             cached = layer_cache_of(by_name) is not None
             rows = padded_rows(context) if context.arguments.batch == 1 or not cached else None
         if rows is not None:
             arguments = arguments_by_name(self, args, kwargs)
-            call = RowCall(original, self, arguments, context, rows, is_attention, keeps_cache=cached)
+            call = RowCall(original, self, arguments, context, rows, for_attention, keeps_cache=cached)
             if call.has_tokens():
                 return call()
         elif "rg_lru" in self._modules and entry is not None:
@@ -131,12 +131,7 @@ class MixerPatches:
         """Patch the classes of a model's mixers. Returns the layers of these classes."""
         modules = list(model.modules())
         mixers = {type(module) for module in modules if is_mixer(module)}
-        # Zaya's attention projects to keys by a mixer, and gets its masks in a dict, which rows don't cut.
-        attentions = {
-            type(module)
-            for module in modules
-            if mixers and is_attention(module) and not any(map(is_mixer, key_projections(module)))
-        } - mixers
+        attentions = {type(module) for module in modules if mixers and is_attention(module)} - mixers
         for kind in (mixers | attentions) - self._is_attention.keys():
             self._is_attention[kind] = kind in attentions
             if not self._is_patched(kind.forward):  # by inheritance, as FSDP2's classes

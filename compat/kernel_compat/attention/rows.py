@@ -234,10 +234,26 @@ class RowCall:
         return layer_cache_of(self.arguments)
 
 
-def _mask_in_rows(mask: Any, source: Tensor, lengths: Tensor, shape: tuple[int, int]) -> Tensor | None:
-    """The part of a 4D mask for the tokens of each row, in which no token sees the padding after its sequence."""
+def _mask_in_rows(mask: Any, source: Tensor, lengths: Tensor, shape: tuple[int, int]) -> Any:
+    """The part of a 4D mask for the tokens of each row, in which no token sees the padding after its sequence.
+
+    None for a mask of padding: rows have their own.
+
+    Raises:
+        UnsupportedFeatureError: the mask is of another kind, as flex_attention's.
+    """
+    if mask is None or isinstance(mask, (bool, int, float, str)):
+        return mask
+    if isinstance(mask, dict):  # one for each kind of layer, as Zaya's
+        return {kind: _mask_in_rows(part, source, lengths, shape) for kind, part in mask.items()}
+    if not isinstance(mask, Tensor):
+        raise UnsupportedFeatureError(
+            "packed sequences",
+            f"a mask of the type {type(mask).__name__}, beside layers with a state",
+            "Use attn_implementation='sdpa' or a registered name.",
+        )
     batch, length = shape
-    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != length:
+    if mask.ndim != 4 or mask.shape[2] != length:
         return None
     source = source.to(mask.device)
     row, token = source[:, :1] // length, source % length
