@@ -66,8 +66,12 @@ def measured(kernel: Nothing, call: Callable[[], Any]) -> dict[str, Any]:
         entered += event == "call"
 
     call()
-    package = str(Path(kernel_compat.__file__).parent)
-    own = [frame for frame in kernel.stack if frame.filename.startswith(package)]
+    package, own = str(Path(kernel_compat.__file__).parent), list[traceback.FrameSummary]()
+    for frame in reversed(kernel.stack):  # from the kernel down to the call of the attention function
+        if frame.filename.startswith(package):
+            own.append(frame)
+        elif own:
+            break
     direct = kernel.last
     kernel.watched = False
     sys.setprofile(count)
