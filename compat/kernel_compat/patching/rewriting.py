@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import copy
 import dis
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -73,7 +74,7 @@ def _copy(function: FunctionType, replacements: dict[str, Any], done: dict[int, 
     if not names and not changed:
         return function
     if names:
-        code = _compiled(function, names)
+        code = _compiled(code, function.__qualname__, code.co_filename, frozenset(names))
     cells = {**cells, **changed, **{name: CellType(replacements[name]) for name in names}}
     new = FunctionType(
         code,
@@ -92,13 +93,17 @@ def _copy(function: FunctionType, replacements: dict[str, Any], done: dict[int, 
     return new
 
 
-def _compiled(function: FunctionType, names: set[str]) -> CodeType:
-    """A function's code, compiled again with `names` as free variables."""
-    original = function.__code__
-    title = f"{function.__qualname__} of {original.co_filename}"
+@functools.lru_cache(maxsize=64)
+def _compiled(original: CodeType, name: str, file: str, names: frozenset[str]) -> CodeType:
+    """A function's code, compiled again with `names` as free variables.
+
+    Cached, because every `install()` asks for the same ones, and compiling a file of transformers takes longer than the rest of
+    it. The file is an argument because code objects of different files can be equal.
+    """
+    title = f"{name} of {file}"
     try:
         source = "".join(inspect.findsource(original)[0])
-        same, code = (_defined(source, original, more) for more in (set(), names))
+        same, code = (_defined(source, original, more) for more in (frozenset(), names))
     except (OSError, TypeError, SyntaxError) as error:
         raise KernelCompatError(f"the source of {title} can't be read ({error})") from None
     if code is None or not _alike(same, original):
@@ -108,7 +113,7 @@ def _compiled(function: FunctionType, names: set[str]) -> CodeType:
     return code
 
 
-def _defined(source: str, original: CodeType, names: set[str]) -> CodeType | None:
+def _defined(source: str, original: CodeType, names: frozenset[str]) -> CodeType | None:
     """The code of a function as it is inside another one that has its free variables, and `names`, as parameters.
 
     The whole file is compiled, so that names mean there what they mean in the original. None if it isn't defined there.
