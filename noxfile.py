@@ -126,7 +126,7 @@ def docs(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit and integration tests on the newest transformers and torch. Arguments after -- go to pytest."""
     session.install("--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "--group", "test")
-    session.run("pytest", "-n", "2", *SUITES[:-1], *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "-n", "2", "--dist", "worksteal", *SUITES[:-1], *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(tags=["ci"])

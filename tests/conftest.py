@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,13 @@ def _no_gpu_because() -> str | None:
     except ImportError as error:
         return f"torch does not import: {error}"
     return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage less often, and leave out what is imported: collecting took a fifth of the CPU time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,4 +1,7 @@
-"""Fixtures with the real transformers and the library installed during a test."""
+"""Fixtures with the real transformers and the library installed during a test.
+
+torch and transformers are imported where they are used: pytest-xdist's own process, which runs no test, loads the conftests too.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from tiny import NAME, installation, load
 
 import kernel_compat
 
@@ -19,13 +19,18 @@ __all__ = ["installed", "installed_for_all", "loaded", "quiet", "seed"]
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet() -> None:
+    import torch
+    import transformers
+
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
 
 
 @pytest.fixture
 def installed() -> Iterator[kernel_compat.Report]:
-    """The library installed, with `NAME` bound to the reference kernel."""
+    """The library installed, with `tiny.NAME` bound to the reference kernel."""
+    from tiny import NAME, installation
+
     with installation(NAME, "flash_attention_reference") as report:
         yield report
 
@@ -33,6 +38,8 @@ def installed() -> Iterator[kernel_compat.Report]:
 @pytest.fixture(scope="module")
 def installed_for_all() -> Iterator[None]:
     """The library installed once for a module whose tests don't change it."""
+    from tiny import NAME, installation
+
     with installation(NAME, "flash_attention_reference"):
         yield
 
@@ -40,10 +47,14 @@ def installed_for_all() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def loaded(installed_for_all: None) -> Callable[..., Any]:
     """`tiny.load`, cached per module and arguments: loading takes longer than most tests. Tests must not change the model."""
+    from tiny import load
+
     return functools.cache(load)
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
+    import torch
+
     torch.manual_seed(0)
     warnings.filterwarnings("ignore", message="transformers .* is (older|newer) than")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,13 +19,6 @@ settings.register_profile(
     "matrix", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )  # other tests run in parallel
 settings.load_profile("matrix")
-
-
-def pytest_collection_finish() -> None:
-    """Collect garbage less often and skip the imported modules: collecting took a fifth of the CPU time."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(5_000)
 
 
 @pytest.fixture
