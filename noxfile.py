@@ -82,8 +82,9 @@ NEIGHBOURS = ("--editable", "compat/doctor", "--editable", "compat/ops", "--edit
 #: The matrix with the extras that its tests need, and the atlas that it needs.
 MATRIX = (*NEIGHBOURS, "--editable", "atlas", "--editable", "matrix[postgres,service,tox]")
 
-#: The folders of tests of the library and of its neighbours; the last one needs no torch, and has a session of its own.
-SUITES = ("tests/unit", "tests/integration", "tests/ops", "tests/prove", "tests/doctor")
+#: The tests of the core, and those of it and its neighbours: of each alone, and of all together.
+CORE = ("tests/unit", "tests/integration")
+SUITES = (*CORE, "tests/ops", "tests/prove", "tests/doctor", "tests/together")
 
 #: A second thread slows tiny models down. No test may access the hub. Where Python doesn't keep bytecode, each of the many
 #: processes compiles torch and transformers again, for 10 s.
@@ -123,10 +124,24 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session(tags=["ci"])
-def tests(session: nox.Session) -> None:
-    """Unit and integration tests on the newest transformers and torch. Arguments after -- go to pytest."""
-    session.install("--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "--group", "test")
-    session.run("pytest", "-n", "2", "--dist", "worksteal", *SUITES[:-1], *session.posargs, env=ENVIRONMENT)
+def core(session: nox.Session) -> None:
+    """Unit and integration tests of the core on the newest transformers and torch, without its neighbours. Arguments after -- go to pytest."""
+    session.install("--editable", ".[gpu,transformers5-exp]", "--group", "test")
+    session.run("pytest", "-n", "2", "--dist", "worksteal", *CORE, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(tags=["ci"])
+def ops(session: nox.Session) -> None:
+    """The tests of kernel selection, without the other neighbours. Arguments after -- go to pytest."""
+    session.install("--editable", ".[gpu,transformers5-exp]", "--editable", "compat/ops", "--group", "test")
+    session.run("pytest", "tests/ops", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(tags=["ci"])
+def prove(session: nox.Session) -> None:
+    """The tests of the prover, without the other neighbours. Arguments after -- go to pytest."""
+    session.install("--editable", ".[gpu,transformers5-exp]", "--editable", "compat/prove", "--group", "test")
+    session.run("pytest", "tests/prove", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(tags=["ci"])
@@ -134,6 +149,13 @@ def doctor(session: nox.Session) -> None:
     """The tests of the doctor, without torch and the other neighbours. Arguments after -- go to pytest."""
     session.install("--editable", ".", "--editable", "compat/doctor", "--group", "doctor")
     session.run("pytest", "-n", "2", "tests/doctor", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(tags=["ci"])
+def together(session: nox.Session) -> None:
+    """The tests that need several neighbours, with all of them. Arguments after -- go to pytest."""
+    session.install("--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "--group", "test")
+    session.run("pytest", "tests/together", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(tags=["ci"])

@@ -29,6 +29,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(5_000)
 
 
+def pytest_sessionfinish() -> None:
+    """Extensions report what is frozen when Python ends as leaked."""
+    gc.unfreeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := _no_gpu_because()):
         pytest.skip(reason)

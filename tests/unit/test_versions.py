@@ -15,8 +15,6 @@ from kernel_compat import Environment, Seam, Shim
 from kernel_compat.kernels.catalog import CATALOG
 from kernel_compat.patching.shim import discover
 from kernel_compat.versions import counted, minor, within
-from kernel_compat_doctor.distributions import Installed
-from kernel_compat_ops.spec import KernelSpec
 
 SHIMS = discover()[0]
 ROOT = Path(__file__).parents[2]
@@ -151,13 +149,3 @@ def test_nothing_else_compares_versions() -> None:
     files = [path for root in roots for path in (ROOT / root).rglob("*.py") if not path.is_symlink()]
     found = [path.relative_to(ROOT) for path in files if compares.search(path.read_text(encoding="utf-8"))]
     assert found == [Path("compat/kernel_compat/versions.py")]
-
-
-@pytest.mark.parametrize(
-    ("version", "fits"), [("2.14.0a0+abc.nv26.06", True), ("2.13.1", False), ("2.14.0.dev1", True)]
-)
-def test_requirements_of_kernels_and_of_installed_packages_follow_the_rule(version: str, fits: bool) -> None:
-    kernel = KernelSpec("rms_norm", "standard", "any", lambda: print, requires=("torch>=2.14",))
-    assert bool(kernel.absent_because(Environment(packages={"torch": version}))) is not fits
-    package = Installed("any", "1", Path(), None, SpecifierSet(">=2.14"))
-    assert package.refuses(Version(version)) is not fits

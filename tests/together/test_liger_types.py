@@ -112,4 +112,4 @@ def test_the_options_of_liger_support_are_accepted(model_type: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(INTERPRETED, reason="it is what this test runs")
 def test_every_type() -> None:
-    interpreted.run("tests/ops/test_liger_types.py", timeout=880)
+    interpreted.run("tests/together/test_liger_types.py", timeout=880)
