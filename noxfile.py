@@ -84,6 +84,7 @@ MATRIX = (*NEIGHBOURS, "--editable", "atlas", "--editable", "matrix[postgres,ser
 
 #: The tests of the core, and those of it and its neighbours: of each alone, and of all together.
 CORE = ("tests/unit", "tests/integration")
+TOGETHER = ("tests/together", "tests/unit/test_shims.py", "tests/unit/test_versions.py")
 SUITES = (*CORE, "tests/ops", "tests/prove", "tests/doctor", "tests/together")
 
 #: A second thread slows tiny models down. No test may access the hub. Where Python doesn't keep bytecode, each of the many
@@ -153,9 +154,9 @@ def doctor(session: nox.Session) -> None:
 
 @nox.session(tags=["ci"])
 def together(session: nox.Session) -> None:
-    """The tests that need several neighbours, with all of them. Arguments after -- go to pytest."""
+    """The tests that need several neighbours, and those of all shims, with all neighbours. Arguments after -- go to pytest."""
     session.install("--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "--group", "test")
-    session.run("pytest", "tests/together", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", *TOGETHER, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(tags=["ci"])

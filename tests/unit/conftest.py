@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import searching  # noqa: F401
+from command_line import run, without_gpu
 from sites import bare, site
 
 import kernel_compat
 
-__all__ = ["bare", "site"]
+__all__ = ["bare", "run", "site", "without_gpu"]
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import bare_site
 import pytest
+from command_line import Cli, imports_nothing_heavy
 
 import kernel_compat
 from kernel_compat import cli, gates
@@ -44,38 +45,6 @@ def varlen(q, k, v, causal=False, **keywords):
 register_attention("right_flash", "flash_attention_reference")
 register_attention("wrong_flash", SimpleNamespace(flash_attn_varlen_func=varlen))
 """
-
-
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Cli = Callable[..., Done]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """The command line in this process, with its own environment variables."""
-    monkeypatch.setattr(sys, "path", [*sys.path])  # --import adds the current folder
-
-    def run(*arguments: str, **environment: str) -> Done:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            try:
-                code = cli.main(arguments)
-            except SystemExit as exit:
-                code = int(str(exit.code))
-        return Done(code, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernel_compat.environment._devices", lambda: ())
 
 
 def process(*arguments: str, paths: tuple[Path, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -123,36 +92,14 @@ def bare_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-#: Prints the exit codes and the top-level modules loaded afterwards, for each output format.
-IMPORTED = """
-import contextlib, io, json, sys
-from kernel_compat.cli import main
-
-commands = [
-    ["status"], ["explain", "flash_attention_2"], ["explain", "eager"], ["plan", "--attn", "flash_attention_2", "--packed"],
-    ["doctor"],
-]
-found = {}
-for form in (["--json"], []):
-    outputs = [io.StringIO() for _ in commands]
-    codes = []
-    for command, output in zip(commands, outputs):
-        with contextlib.redirect_stdout(output):
-            codes.append(main([*command, *form]))
-    if form:
-        [json.loads(output.getvalue()) for output in outputs]
-    found["json" if form else "tables"] = [codes, sorted({name.partition(".")[0] for name in sys.modules})]
-print(json.dumps(found))
-"""
-
-
 def test_what_runs_nothing_imports_nothing_heavy() -> None:
     """In a new process: no framework is imported and, without a terminal, neither is rich."""
-    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    for codes, imported in json.loads(done.stdout).values():
-        assert codes == [0, 0, 0, 0, 0]
-        assert not {*imported} & {"torch", "transformers", "numpy", "flash_attn", "rich"}
+    imports_nothing_heavy(
+        ["status"],
+        ["explain", "flash_attention_2"],
+        ["explain", "eager"],
+        ["plan", "--attn", "flash_attention_2", "--packed"],
+    )
 
 
 def test_the_process_ends_with_the_exit_code() -> None:
@@ -517,80 +464,6 @@ def test_a_reader_that_stops_reading_is_no_error(arguments: tuple[str, ...]) -> 
     )
     os.close(writer)
     assert (run.returncode, run.stderr) == (0, "")
-
-
-# ops -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("without_gpu")
-def test_ops_lists_every_field_and_value_with_the_reason(run: Cli) -> None:
-    done = run("ops", "--json")
-    found = json.loads(done.stdout)
-
-    assert done.returncode == 0
-    choices = {(one["op"], one["value"]): one for one in found["choices"]}
-    assert choices["cross_entropy_loss", "chunk_loss"]["reasons"] == []
-    assert choices["rms_norm", "eager"]["note"] == "the model's own code"
-    liger = choices["rms_norm", "liger_kernel"]
-    assert liger["variants"] == ["standard", "offset"]
-    assert any("it needs a CUDA device" in reason for reason in liger["reasons"])
-    assert found["model"] == ""
-    text = run("ops").stdout
-    assert "cross_entropy_loss_implementation" in text
-    assert "eager" not in text
-
-
-@needs_transformers
-def test_ops_says_what_would_be_bound_to_a_saved_model(run: Cli, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {
-                "model_type": "gemma2",
-                "architectures": ["Gemma2ForCausalLM"],
-                "hidden_activation": "gelu",
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "head_dim": 8,
-                "vocab_size": 50,
-            }
-        )
-    )
-    done = run("ops", "--model", str(tmp_path), "--json")
-    fits = {(one["op"], one["value"]): one for one in json.loads(done.stdout)["fits"]}
-
-    assert json.loads(done.stdout)["model"] == "Gemma2ForCausalLM"
-    assert (fits["rms_norm", "liger_kernel"]["modules"], fits["rms_norm", "liger_kernel"]["variants"]) == (
-        9,
-        ["offset"],
-    )
-    assert "it differs from down(silu(gate(x)) * up(x))" in fits["swiglu_mlp", "liger_kernel"]["refused"]
-    assert fits["load_balancing_loss", "triton"]["notes"] == ["load_balancing_loss: this model has none"]
-    text = run("ops", "--model", str(tmp_path)).stdout
-    assert "Gemma2ForCausalLM" in text
-    assert "eps 1e-06, gemma casting" in text
-
-
-@pytest.mark.parametrize(
-    ("config", "problem"),
-    [
-        (None, "has no config.json"),
-        ("{}", "no model can be built from"),
-        ('{"model_type": "nonesuch"}', "no model can be built from"),
-    ],
-)
-@needs_transformers
-def test_ops_refuses_what_is_no_model(run: Cli, tmp_path: Path, config: str | None, problem: str) -> None:
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
-
-    done = run("ops", "--model", str(tmp_path), "--json")
-
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert f"--model: {tmp_path} {problem}" in done.stderr or f"--model: {problem}" in done.stderr
 
 
 def test_a_table_without_rows(capsys: pytest.CaptureFixture[str]) -> None:
