@@ -87,6 +87,10 @@ CORE = ("tests/unit", "tests/integration")
 TOGETHER = ("tests/together", "tests/unit/test_shims.py", "tests/unit/test_versions.py")
 SUITES = (*CORE, "tests/ops", "tests/prove", "tests/doctor", "tests/together")
 
+#: Two processes, each with a stretch of the tests: what is cached for a module is made once. Where `nox -j 2` runs another session
+#: beside it, a session of a minute or less has one: each process imports torch and transformers, for 5 s.
+TWO = ("-n", "2", "--dist", "worksteal")
+
 #: A second thread slows tiny models down. No test may access the hub. Where Python doesn't keep bytecode, each of the many
 #: processes compiles torch and transformers again, for 10 s.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
@@ -128,7 +132,7 @@ def docs(session: nox.Session) -> None:
 def core(session: nox.Session) -> None:
     """Unit and integration tests of the core on the newest transformers and torch, without its neighbours. Arguments after -- go to pytest."""
     session.install("--editable", ".[gpu,transformers5-exp]", "--group", "test")
-    session.run("pytest", "-n", "2", "--dist", "worksteal", *CORE, *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", *TWO, *CORE, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(tags=["ci"])
@@ -149,7 +153,7 @@ def prove(session: nox.Session) -> None:
 def doctor(session: nox.Session) -> None:
     """The tests of the doctor, without torch and the other neighbours. Arguments after -- go to pytest."""
     session.install("--editable", ".", "--editable", "compat/doctor", "--group", "doctor")
-    session.run("pytest", "-n", "2", "tests/doctor", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "tests/doctor", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(tags=["ci"])
@@ -163,7 +167,7 @@ def together(session: nox.Session) -> None:
 def atlas(session: nox.Session) -> None:
     """The tests of the atlas, without the matrix. Arguments after -- go to pytest."""
     session.install("--editable", ".", *NEIGHBOURS, "--editable", "atlas", "--group", "atlas")
-    session.run("pytest", "-n", "2", "tests/atlas", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "tests/atlas", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(tags=["ci"])
@@ -171,7 +175,7 @@ def matrix(session: nox.Session) -> None:
     """The tests of the matrix itself. Arguments after -- go to pytest."""
     session.install("--editable", ".", *MATRIX, "--group", "matrix")
     # A third process: many of these tests wait for others.
-    session.run("pytest", "-n", "3", "tests/matrix", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "-n", "3", "--dist", "worksteal", "tests/matrix", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(tags=["ci"])
@@ -251,7 +255,7 @@ def nightly(session: nox.Session, transformers: str) -> None:
     else:
         session.install("--editable", ".", *NEIGHBOURS, *_pins(transformers, TORCH), "--group", "test")
     session.run(
-        "pytest", "-n", "2", "-m", "", *suites, *session.posargs, env={**ENVIRONMENT, "HYPOTHESIS_PROFILE": "nightly"}
+        "pytest", *TWO, "-m", "", *suites, *session.posargs, env={**ENVIRONMENT, "HYPOTHESIS_PROFILE": "nightly"}
     )
 
 
@@ -275,7 +279,7 @@ def coverage(session: nox.Session) -> None:
     """Line coverage of the library and its shims by all tests on the newest releases; fails below the floor in pyproject.toml."""
     session.install("--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "--group", "test", "--group", "coverage")
     arguments = ["--cov", "--cov-report", "term:skip-covered", "--cov-report", "xml"]
-    session.run("pytest", "-n", "2", "-m", "", *SUITES, *arguments, *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", *TWO, "-m", "", *SUITES, *arguments, *session.posargs, env=ENVIRONMENT)
 
 
 def _on(device: str, arguments: list[str]) -> list[str]:
