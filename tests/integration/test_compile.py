@@ -70,10 +70,10 @@ def static_cache(config: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        ("llama_gqa", (12,)),
         ("llama_gqa", (3, 1, 1, 7)),
         ("mistral_window", (12,)),
         # Each step compiles a graph.
+        pytest.param("llama_gqa", (12,), marks=pytest.mark.slow),
         pytest.param("llama_gqa", (7, 5), marks=pytest.mark.slow),
         pytest.param("mistral_window", (7, 5), marks=pytest.mark.slow),
         pytest.param("mistral_window", (3, 1, 1, 7), marks=pytest.mark.slow),
@@ -96,7 +96,14 @@ def test_a_static_cache_without_a_mask(models: Path, name: str, steps: tuple[int
     assert distance(torch.cat(found, 1), eager(input_ids=ids, use_cache=False).logits) < 1e-5
 
 
-@pytest.mark.parametrize("goes_on", [compiled, lambda model: model, copy.deepcopy], ids=["compiled", "plain", "copied"])
+@pytest.mark.parametrize(
+    "goes_on",
+    [
+        pytest.param(compiled, id="compiled"),
+        pytest.param(lambda model: model, id="plain", marks=pytest.mark.slow),
+        pytest.param(copy.deepcopy, id="copied"),
+    ],
+)
 def test_a_cache_of_packed_sequences_that_a_graph_has_filled(models: Path, goes_on: Callable[[Any], Any]) -> None:
     """Nothing says which of its sequences goes on."""
     model = load(saved(models, "llama_gqa"), NAME)

@@ -379,7 +379,13 @@ def clear_prompts(dtype: torch.dtype) -> tuple[list[list[int]], list[list[int]]]
     return prompts, tokens
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+DTYPES = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.bfloat16, id="bfloat16"),
+        pytest.param(torch.float16, id="float16", marks=pytest.mark.slow),
+    ],
+)
 
 
 @DTYPES

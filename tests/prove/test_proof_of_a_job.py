@@ -121,7 +121,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "says"), [(Right, 8, EQUAL), (Wrong, 64, "padded_left"), (Unable, 8, "no tiny model")]
+    ("kind", "ranks", "says"),
+    [
+        (Right, 8, EQUAL),
+        (Wrong, 16, "padded_left"),
+        (Unable, 8, "no tiny model"),
+        pytest.param(Wrong, 64, "padded_left", marks=pytest.mark.slow),
+    ],
 )
 def test_one_proves_and_all_have_its_verdict(kind: type, ranks: int, says: str, start: Start) -> None:
     """Its failures included."""
