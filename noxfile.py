@@ -84,7 +84,12 @@ MATRIX = (*NEIGHBOURS, "--editable", "atlas", "--editable", "matrix[postgres,ser
 
 #: The tests of the core, and those of it and its neighbours: of each alone, and of all together.
 CORE = ("tests/unit", "tests/integration")
-TOGETHER = ("tests/together", "tests/unit/test_shims.py", "tests/unit/test_versions.py")
+TOGETHER = (
+    "tests/together",
+    "tests/unit/test_shims.py",
+    "tests/unit/test_versions.py",
+    "tests/doctor/test_doctor.py::test_the_installed_torch_has_the_symbols_of_its_release",
+)
 SUITES = (*CORE, "tests/ops", "tests/prove", "tests/doctor", "tests/together")
 
 #: Two processes, each with a stretch of the tests: what is cached for a module is made once. Where `nox -j 2` runs another session
@@ -158,7 +163,7 @@ def doctor(session: nox.Session) -> None:
 
 @nox.session(tags=["ci"])
 def together(session: nox.Session) -> None:
-    """The tests that need several neighbours, and those of all shims, with all neighbours. Arguments after -- go to pytest."""
+    """With all neighbours: what needs several, all shims, and what the doctor reads of torch. Arguments after -- go to pytest."""
     session.install("--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "--group", "test")
     session.run("pytest", *TOGETHER, *session.posargs, env=ENVIRONMENT)
 
