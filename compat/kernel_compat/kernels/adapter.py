@@ -205,7 +205,7 @@ class _Checked:
             out = self._by_primitives(q, k, v, options, lengths)
         else:
             out = self._package(q, k, v, options, lengths, mask)
-        return out if dims[1] == v_dim else out[..., :v_dim].contiguous()
+        return out if out.shape[-1] == v_dim else out[..., :v_dim].contiguous()
 
     def _without_extras(self, options: Options) -> Options:
         """The options without dropout and determinism that the kernel lacks, which are worth a warning and no error."""

@@ -145,7 +145,9 @@ class Features:
         """
         required = set(required)
         for name in sorted(required):
-            if not getattr(self, name):
+            if not getattr(self, name) and (
+                name != "open_window" or self.window
+            ):  # of no window at all, that is the reason
                 yield Refusal(self.word(name), name)
         of_sinks, computed = required & {"sinks", "frozen_sinks"}, self.sinks_from == "log-sum-exp"
         # The log-sum-exp can't know the mask of dropout.
