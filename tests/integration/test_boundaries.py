@@ -408,3 +408,20 @@ def test_a_4d_mask_of_packed_sequences(pair: tuple[Any, Any]) -> None:
     offsets = torch.tensor([0, TOKENS], dtype=torch.int32)
     with pytest.raises(ValueError, match="cu_seq_lens_q"):
         ours(**given, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=TOKENS, max_length_k=TOKENS)
+
+
+@pytest.mark.skipif(TRANSFORMERS.release < (5, 0), reason="caches are emptied by reset() from 5.0 on")
+def test_a_cache_of_packed_sequences_that_has_been_emptied(models: Path) -> None:
+    model = load(save(models, "emptied", transformers.AutoModelForCausalLM, _opt()), NAME)
+    ids = torch.arange(3, 3 + TOKENS)[None]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    name = CACHE.named(inspect.signature(model.forward).parameters)
+    with torch.no_grad():
+        fresh = model(input_ids=ids, **{name: DynamicCache()}).logits
+        cache = DynamicCache()
+        model(input_ids=ids, position_ids=positions, **{name: cache})
+        with pytest.raises(ValueError, match="a cache of packed sequences can't be continued"):
+            model(input_ids=ids[:, :1], **{name: cache})
+        cache.crop(-TOKENS)
+        assert torch.equal(model(input_ids=ids, **{name: cache}).logits, fresh)
+        model(input_ids=ids[:, :1], **{name: cache})  # it goes on

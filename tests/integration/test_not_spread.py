@@ -58,6 +58,37 @@ def test_as_without_sequence_parallelism(case: str) -> None:
     assert torch.equal(found, expected)
 
 
+def test_a_group_of_one_rank() -> None:
+    """It holds whole sequences: layers with a state compute them, and padding can be left out."""
+    name = "my_flash_spread_over_one"
+    kernel_compat.register_attention(name, "flash_attention_reference", sequence_parallel=True)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        inputs = INPUTS["mixers"][1]
+        with torch.no_grad():
+            expected, found = (model("qwen3_next", n)(**inputs, use_cache=False).logits for n in (NAME, name))
+        assert torch.equal(found, expected)
+        with padding_free(model("llama", name)) as handle:
+            assert handle.active
+    finally:
+        dist.destroy_process_group()
+        kernel_compat.unregister_attention(name)
+
+
+def test_what_a_plan_keeps_is_right_for_the_check() -> None:
+    from kernel_compat.policy import plan_attention, verify_attention
+
+    name = "my_flash_spread_over_all"
+    kernel_compat.register_attention(name, "flash_attention_reference", sequence_parallel=True)
+    try:
+        assert plan_attention(name, cp_size=2).attn_implementation == name
+        verify_attention(model("llama", name), cp_size=2)
+        with pytest.raises(kernel_compat.UnsupportedFeatureError, match="context parallelism"):
+            verify_attention(model("llama", NAME), cp_size=2)
+    finally:
+        kernel_compat.unregister_attention(name)
+
+
 @pytest.mark.usefixtures("processes")
 def test_vision_towers_and_generation() -> None:
     config = transformers.ViTConfig(

@@ -521,6 +521,28 @@ def test_what_a_number_of_tokens_refuses() -> None:
             ours(**packed, attention_mask=torch.tensor([[1] * 8 + [0]]), use_cache=False)
 
 
+def test_padding_of_an_encoder_whose_positions_restart() -> None:
+    """Read as packed sequences by causal attention alone, they hid the padding from the mask that was made afterwards."""
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=VOCAB
+    )
+    mask = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
+    inputs = {"input_ids": torch.arange(12).view(2, 6) % VOCAB, "attention_mask": mask}
+    inputs["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
+    kernel_compat.register_attention("free_flash", "flash_attention_reference", padding_free=True)
+    try:
+        hidden = []
+        for name in ("eager", NAME, "free_flash"):
+            torch.manual_seed(0)
+            model = transformers.BertModel._from_config(config, attn_implementation=name).eval()
+            with torch.no_grad():
+                hidden.append(model(**inputs).last_hidden_state[mask.bool()])
+    finally:
+        kernel_compat.unregister_attention("free_flash")
+    for found in hidden[1:]:
+        assert distance(found, hidden[0]) < 1e-5
+
+
 class TestHandles:
     def test_several(self) -> None:
         """The last one that is undone ends it."""

@@ -129,4 +129,5 @@ def test_attention_reads_every_spelling() -> None:
     from kernel_compat.kernels import known_kernels
 
     takes = inspect.signature(attention_forward(known_kernels()["flash_attention_reference"], "x")).parameters
-    assert {spelling for role in (MASK, POSITIONS, SINKS, *LENGTHS) for spelling in role.spellings} <= {*takes}
+    passed = (MASK, POSITIONS, SINKS, *LENGTHS, roles.SCALE, roles.SOFTCAP, roles.CAUSALITY)
+    assert {spelling for role in passed for spelling in role.spellings} <= {*takes}

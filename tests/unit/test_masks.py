@@ -10,11 +10,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernel_compat import known_kernels
+from kernel_compat import UnsupportedFeatureError, known_kernels
 from kernel_compat.attention import boundaries, forward, mask_reduction
 from kernel_compat.attention import padding as padding_module
 from kernel_compat.attention.boundaries import Sequences, sequences_of_positions
-from kernel_compat.attention.call import AttentionCall
+from kernel_compat.attention.call import AttentionCall, PackedLengths
 from kernel_compat.attention.layout import SequenceLayout
 from kernel_compat.attention.mask_function import attention_mask_function
 from kernel_compat.attention.mask_reduction import ReducedMask, reduce_mask
@@ -408,6 +408,26 @@ def test_padded_attention(data: st.DataObject) -> None:
         return
     shaped = attend(_in_fixed_shapes(pattern, keys, q_len, not cross))
     torch.testing.assert_close(shaped, out, rtol=1e-9, atol=1e-9)
+
+
+def test_a_bias_beside_packed_positions_is_refused() -> None:
+    q, k, v = tensors(1, 5, 5)
+    packed = AttentionCall(q, k, v, True, positions=torch.tensor([[0, 1, 0, 1, 2]]))
+    with pytest.raises(UnsupportedFeatureError, match="a bias of the scores does not support packed sequences"):
+        forward.flash_attention(REFERENCE, packed._replace(bias=torch.zeros(1, 1, 5, 5, dtype=q.dtype)))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "longest", "says"), [([0, 2], 2, "don't end at 5"), ([0, 2, 5], 2, "is longer than")]
+)
+def test_offsets_that_leave_tokens_out_are_refused_in_training(offsets: list[int], longest: int, says: str) -> None:
+    """Kernels leave the output of such tokens unwritten, and their gradients."""
+    q, k, v = tensors(1, 5, 5)
+    ends = torch.tensor(offsets, dtype=torch.int32)
+    call = AttentionCall(q, k, v, True, lengths=PackedLengths(ends, ends, longest, longest))
+    forward.flash_attention(REFERENCE, call)  # as continuous batching does
+    with pytest.raises(ValueError, match=says):
+        forward.flash_attention(REFERENCE, call._replace(query=q.requires_grad_()))
 
 
 # packed position ids

@@ -1,4 +1,4 @@
-"""One call of an attention function, as a value: `forward` makes it of transformers' arguments, `varlen` passes it to a kernel."""
+"""One call of an attention function, as a value: `forward` makes it of transformers' arguments, a `SequenceLayout` passes it to a kernel."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             cu_seq_lens_k, max_length_k = KEY_OFFSETS.of(paging), KEY_LENGTH.of(paging)
         in_pages = PAGES.of(paging) is not None
         if not in_pages:
-            value = _unpadded(module, query, value)
+            value = _without_value_padding(module, query, value)
         dtype = None if in_pages else target_dtype(query, module)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if dtype is not None:
@@ -99,6 +99,7 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
         lengths = None
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             lengths = PackedLengths(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        passed = WINDOW.spelled(kwargs)
         call = AttentionCall(
             query,
             key,
@@ -110,7 +111,7 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             sinks=_setting(module, SINKS, s_aux),
             dropout=dropout,
             deterministic=deterministic,
-            sliding_window=kwargs[passed] if (passed := WINDOW.spelled(kwargs)) else _window_of(module),
+            sliding_window=_window_of(module) if passed is None else kwargs[passed],
             local_window=LOCAL_WINDOW.of(kwargs),
             positions=position_ids,
             bias=BIAS.of(kwargs),
@@ -161,7 +162,7 @@ def _setting(module: torch.nn.Module, argument: Role, value: Any, default: float
     return None
 
 
-def _unpadded(module: torch.nn.Module, query: Tensor, value: Tensor) -> Tensor:
+def _without_value_padding(module: torch.nn.Module, query: Tensor, value: Tensor) -> Tensor:
     """The value of multi-head latent attention without the zeros that older releases pad it with for every flash attention.
 
     They take as many dimensions of the output as the value had.

@@ -31,7 +31,7 @@ from .tensors import constant, same_storage
 __all__ = [
     "ForwardContext",
     "MaskRecord",
-    "Unpadded",
+    "UnpaddingState",
     "all_open",
     "current_context",
     "in_current_context",
@@ -74,7 +74,7 @@ class MaskRecord(NamedTuple):
     all_queries: bool = False
 
 
-class Unpadded:
+class UnpaddingState:
     """The base of what `unpadding` keeps in a context, which is passed on from call to call here and read there alone."""
 
 
@@ -89,13 +89,17 @@ class ForwardContext:
         records: the masks that the library's mask function made.
         full_masks: masks of other patterns, which it made in full, each with whether it separates packed sequences.
         layouts: the layouts of layers so far, each with the arguments that it was found in: see `resolution.layout_of`.
-        rows: the `Rows` of packed sequences so far, by whether rows of about the same length are padded; None for none.
+        rows: the `Rows` of packed sequences so far, by whether sequences of about the same length are padded to a common one; None
+            if nothing is packed.
         padded_rows: the `Rows` of the padded batch; None if they weren't found yet.
         packing: what `sequences` found; None before it, and where the forward has neither mask nor positions.
         unpadding: the real tokens of the batch, if its layers run on these alone.
         mask_matches_unpadding: whether the mask is the one that `unpadding` was made of.
         memo: what is found of tensors in this call, and in no other one.
+        has_given_offsets: whether offsets in `arguments` are the user's, which may be wrong.
     """
+
+    has_given_offsets = True
 
     def __init__(self, arguments: ModelArguments, outer: ForwardContext | None = None) -> None:
         self.arguments = arguments
@@ -105,7 +109,7 @@ class ForwardContext:
         self.rows: dict[bool, Rows | None] = {}
         self.padded_rows: Rows | None = None
         self.packing: Packing | None = None
-        self.unpadding: Unpadded | None = None
+        self.unpadding: UnpaddingState | None = None
         self.mask_matches_unpadding = True
         self.memo = Memo()
         self._segment_ids: Tensor | None = None
@@ -136,7 +140,7 @@ class ForwardContext:
                     setattr(past, _IS_PACKED, True)  # on itself, which a graph does, too
 
     def covers(self, batch: int, q_len: int, kv_len: int, causal: bool) -> bool:
-        """Whether attention of these sizes is over the tokens of this call and no others."""
+        """Whether attention of these sizes is from the tokens of this call to the same tokens."""
         length = self.arguments.length
         if not length or (batch, q_len, kv_len) != (self.arguments.batch, length, length):
             return False
@@ -164,7 +168,9 @@ class ForwardContext:
             self._segment_ids = segment_ids
 
     def padding(self, mask: Tensor, causal: bool) -> Tensor | None:
-        """A mask that a mask function gets, as one tensor for all types of layers; None if there is no padding.
+        """The mask to return for a mask that a mask function gets; None if nothing is padding.
+
+        All types of layers share the first one of a forward, because layers are matched to masks by storage.
 
         Args:
             mask: (batch, kv_len) bool.
@@ -180,7 +186,11 @@ class ForwardContext:
                 self._bool_mask = mask
                 self.sequences(True)
             if self.packing is not None and self.packing.without_padding is not None:
-                return None if self.packing.without_padding else self._bool_mask
+                if self.packing.without_padding:
+                    return None
+                # None so far if the sequences were found before there was a mask.
+                self._bool_mask = mask if self._bool_mask is None else self._bool_mask
+                return self._bool_mask
         return None if bool(mask.all()) else mask  # not the mask that the model got
 
     def find_record(
@@ -266,6 +276,15 @@ def _identity_of(past: Any) -> Any:
     return past
 
 
+def _is_empty(past: Any) -> bool:
+    """Whether a KV cache has been emptied, as by ``crop``: it has no tokens, and its layers no states of recurrences."""
+    for layer in getattr(past, "layers", ()):
+        state = getattr(layer, "has_previous_state", False)  # by state from 5.15 on
+        if any(state.values()) if isinstance(state, dict) else state is True:
+            return False
+    return hasattr(past, "get_seq_length") and not past.get_seq_length()
+
+
 @constant
 def _is_paged(kind: type) -> bool:
     """Whether a class is that of continuous batching's cache, which keeps its packed sequences apart."""
@@ -317,7 +336,9 @@ def with_context(original: Callable[..., Any], before: Callable[[Any, dict[str, 
             before(self, arguments)
         past, outer = cache_of(arguments), current_context()
         if past is not None and getattr(_identity_of(past), _IS_PACKED, False):
-            raise ValueError("a cache of packed sequences can't be continued: it doesn't say which of them goes on")
+            if not _is_empty(past):
+                raise ValueError("a cache of packed sequences can't be continued: it doesn't say which of them goes on")
+            setattr(past, _IS_PACKED, False)
         context = ForwardContext(ModelArguments.of(self, arguments, None if outer is None else outer.arguments), outer)
         with within(context):
             outputs = original(self, *args, **kwargs)

@@ -27,7 +27,7 @@ __all__ = ["ModelArguments", "arguments_by_name", "parameter_names"]
 
 @dataclass(frozen=True, eq=False)
 class ModelArguments:
-    """What one call of a model got, and what the calls around it got and it was not passed.
+    """The arguments of one model call. Those that it did not get are the enclosing call's, if both are over the same tokens.
 
     Attributes:
         names: of its arguments, and of the outer calls'.
@@ -107,23 +107,23 @@ class ModelArguments:
             takes_positions = takes_positions or outer.takes_positions
             has_4d_mask = has_4d_mask and outer.has_4d_mask  # if not, the outer model made it
         return cls(
-            batch,
-            length,
-            IMPLEMENTATION.attribute_of(config),
-            tokens_only,
-            takes_positions,
-            lengths,
-            (*arguments, *(() if outer is None else outer.names)),
-            ids,
-            embeddings,
-            bool(ENCODER_DECODER.attribute_of(config)),
-            has_encoder_states,
-            mask,
-            has_4d_mask,
-            by_type,
-            positions,
-            computed_positions,
-            cache,
+            batch=batch,
+            length=length,
+            implementation=IMPLEMENTATION.attribute_of(config),
+            tokens_only=tokens_only,
+            takes_positions=takes_positions,
+            lengths=lengths,
+            names=(*arguments, *(() if outer is None else outer.names)),
+            ids=ids,
+            embeddings=embeddings,
+            is_encoder_decoder=bool(ENCODER_DECODER.attribute_of(config)),
+            has_encoder_states=has_encoder_states,
+            mask=mask,
+            has_4d_mask=has_4d_mask,
+            masks_by_layer_type=by_type,
+            positions=positions,
+            computed_positions=computed_positions,
+            cache=cache,
         )
 
     def has_tokens_of(self, outer: ModelArguments) -> bool:

@@ -103,11 +103,16 @@ class AttentionName:
         return self.group is not None
 
     def is_spread(self) -> bool:
-        """Whether they are in calls that are made now: not where a function that returns the group returns None."""
+        """Whether they are in calls that are made now: not where a function that returns the group returns None, or one of one rank."""
         if not self.spreads:
             return False
+        import torch.distributed as dist  # torch stays unloaded until here
+
         source = group_source(self.group)
-        return source is default_group or source() is not None
+        if source is default_group and not dist.is_initialized():  # the call says so
+            return True
+        group = source()
+        return group is not None and dist.get_world_size(group) > 1
 
     @property
     def sequence_parallel(self) -> Any:

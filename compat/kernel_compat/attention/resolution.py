@@ -27,7 +27,7 @@ from .layout import MaskedLayout, PackedLayout, PagedLayout, SequenceLayout, Sor
 from .mask_reduction import ReducedMask, reduce_mask, require_own_keys, visible_and_bias
 from .padding import padding, padding_segments, query_mask, runs
 from .roles import KEY_OFFSETS, PAGES, QUERY_OFFSETS, READ
-from .tensors import offsets_of, require_readable, same_storage
+from .tensors import offsets_of, require, require_readable, same_storage
 
 __all__ = ["layout_of", "paged_layout"]
 
@@ -91,7 +91,7 @@ def _find(call: AttentionCall, functions: Functions, context: ForwardContext | N
     pattern = (reduced.causal, window, kv_len)
     lengths = own.arguments.lengths if call.lengths is None and own is not None else call.lengths
     if call.bias is not None:
-        if lengths is not None or (own is not None and own.sequences(True) is not None):
+        if lengths is not None or (_sequences(call, reduced, own) if own is None else own.sequences(True)) is not None:
             raise UnsupportedFeatureError(
                 "packed sequences", "a bias of the scores", "Pass the sequences as rows of a batch."
             )
@@ -100,6 +100,8 @@ def _find(call: AttentionCall, functions: Functions, context: ForwardContext | N
             return MaskedLayout(*pattern, Mask(segments=segments))
     elif lengths is not None:
         _check_lengths(lengths, call, reduced, own)
+        if (own is None or own.has_given_offsets) and call.query.requires_grad and torch.is_grad_enabled():
+            _require_covering(lengths, call)
         return _packed(pattern, call, *_given_sequences(lengths, call, kv_len))
     elif (sequences := _sequences(call, reduced, own)) is not None:
         return _packed(pattern, call, sequences, sequences)
@@ -163,6 +165,25 @@ def _given_sequences(lengths: PackedLengths, call: AttentionCall, kv_len: int) -
     queries = Sequences(None, cu_q.to(torch.int32), max_q)
     # The same offsets for both: torch 2.15 chooses its fastest backend by that.
     return queries, Sequences(None, queries.cu_seqlens if cu_k is cu_q else cu_k.to(torch.int32), max_k)
+
+
+def _require_covering(lengths: PackedLengths, call: AttentionCall) -> None:
+    """Check in training that offsets leave no token out, and that no sequence is longer than is given. Never waits for a GPU.
+
+    Kernels leave the output of tokens behind the last sequence unwritten, and their gradients. Continuous batching has such tokens, and
+    doesn't read them.
+
+    Raises:
+        ValueError: they do. On a GPU and in graphs an assertion of the device fails instead.
+    """
+    offsets, tokens = lengths.offsets()[0], call.query.shape[0] * call.query.shape[1]
+    message = (
+        f"{QUERY_OFFSETS.named()} don't end at {tokens}, where the tokens do: those behind them would have no output"
+    )
+    require(offsets[-1] == tokens, message)
+    for offsets, longest_given in zip(lengths.offsets(), lengths[2:], strict=True):
+        if isinstance(longest_given, int):
+            require((offsets.diff() <= longest_given).all(), "a packed sequence is longer than max_length_* says")
 
 
 def _packed(pattern: _Pattern, call: AttentionCall, queries: Sequences, keys: Sequences) -> PackedLayout:
@@ -287,7 +308,11 @@ def _reducible(call: AttentionCall, context: ForwardContext | None) -> bool:
 
 
 def _resolve_mask(call: AttentionCall, context: ForwardContext | None) -> tuple[ReducedMask, ForwardContext | None]:
-    """The call's mask in the terms of a kernel; and the context, if this is attention within the tokens of its forward."""
+    """The call's mask in the terms of a kernel, and the call's own context.
+
+    That is the context if the layer attends from the tokens of the model's call to the same tokens, so that the mask, positions and
+    offsets of that call hold for it; else None.
+    """
     (batch, q_len), kv_len = call.query.shape[:2], call.key.shape[1]
     mask, causal = call.mask, call.causal
     if causal is None:  # True, which the mask overrides, and which makes no difference to a single query
@@ -366,12 +391,13 @@ def _sequences(call: AttentionCall, reduced: ReducedMask, own: ForwardContext | 
     Raises:
         ValueError: they contradict a mask that the model made, or there are cached keys beside them.
     """
-    complete = reduced.from_4d and (own is None or own.arguments.has_4d_mask)  # unless the model made the mask itself
+    # A 4D mask that the user passed isn't split further by position ids; one that the model made may not know of them.
+    is_authoritative = reduced.from_4d and (own is None or own.arguments.has_4d_mask)
     if reduced.segment_ids is not None:
-        others = None if own is None or complete else own.sequences(reduced.causal)
+        others = None if own is None or is_authoritative else own.sequences(reduced.causal)
         return sequences_of_segments(reduced.segment_ids, others)
     batch, q_len = call.query.shape[:2]
-    if q_len == 1 or complete:
+    if q_len == 1 or is_authoritative:
         return None
     if own is not None:
         sequences = own.sequences(reduced.causal)

@@ -130,8 +130,8 @@ CAUSALITY = Role("causality", ("is_causal",))
 SCALE = Role("scale of the scores", ("scaling",))
 SOFTCAP = Role("softcap", ("softcap",))
 WINDOW = Role("window", ("sliding_window",))
-#: Of the library's own shims, for layers whose window reaches to both sides.
-LOCAL_WINDOW = Role("window to both sides", ("local_window",))
+#: Of the library's own shim for GPT-Neo: a causal window in addition to the mask.
+LOCAL_WINDOW = Role("window in addition to the mask", ("local_window",))
 BIAS = Role("bias of the scores", ("position_bias",))
 PAGES = Role("pages of a cache", ("block_table",))
 SEQUENCES = Role("numbers of sequences", ("seq_idx",))

@@ -57,7 +57,8 @@ def adapt(
         if not (same and all(takes(dense, keyword) for keyword in ("softmax_scale", "causal"))):
             dense = None  # the varlen function computes it
     package: Attend = own or _Package(dense, varlen, provider)
-    kernel = _Checked(name, features, provider, package, dense is not None, primitives is not None)
+    takes_rows = dense is not None if own is None else provider.takes_rows
+    kernel = _Checked(name, features, provider, package, takes_rows, primitives is not None)
     if not paged:
         return features, Functions(kernel.attend, None, features.masks)
     of_pages = features if kvcache is None else _taken(kvcache, features, provider)
@@ -152,7 +153,7 @@ class _Checked:
 
     Args:
         package: computes the calls.
-        dense: whether it takes calls without lengths.
+        takes_rows: whether it takes calls without lengths.
         has_primitives: whether torch.compile, where it can't trace the package, calls its primitives as one operator.
     """
 
@@ -162,13 +163,13 @@ class _Checked:
         features: Features,
         provider: Provider,
         package: Attend,
-        dense: bool = False,
+        takes_rows: bool = False,
         has_primitives: bool = False,
     ) -> None:
         import torch
 
         self.name, self.features, self.provider = name, features, provider
-        self._package, self._dense = package, dense
+        self._package, self._takes_rows = package, takes_rows
         self._by_operator = has_primitives and not provider.traced
         # From 2.13 on, torch.compile breaks the graph where an autograd.Function, such as FlashAttention-2's, takes one tensor
         # twice. torch's own function is none, and tells by the identity of the offsets that queries and keys have the same.
@@ -184,7 +185,7 @@ class _Checked:
         self, q: Any, k: Any, v: Any, options: Options, lengths: Lengths | None = None, mask: Mask | None = None
     ) -> Any:
         """Compute a call, or raise `UnsupportedFeatureError` for what the kernel can't do."""
-        if lengths is None and mask is None and not self._dense:
+        if lengths is None and mask is None and not self._takes_rows:
             return _by_sequences(self.attend, q, k, v, options)
         if lengths is None:
             longest = (q.shape[1], k.shape[1])

@@ -167,6 +167,7 @@ TORCH = Provider(
     bundled=True,
     refine=torch_varlen.refine,
     functions=torch_varlen.functions,
+    takes_rows=False,
     unpaged_because=torch_varlen.unpaged_because,
     runs_on=torch_varlen.runs_on,
     primitives=torch_varlen.Primitives,
@@ -186,7 +187,7 @@ OWN = Provider(
     Features(softcap=True, sinks=True, deterministic=True, masks=True, **_ANYWHERE),
     "",
     bundled=True,
-    functions=lambda module: {"attend": module.attend, "flash_attn_func": module.attend},
+    functions=lambda module: {"attend": module.attend},
 )
 
 FLEX = Provider(
@@ -207,7 +208,7 @@ FLEX = Provider(
     "Install a newer torch: pip install --upgrade 'torch>=2.10'",
     minimum=("2.10", "the oldest that is supported"),
     bundled=True,
-    functions=lambda module: {"attend": flex.attend, "flash_attn_func": flex.attend},
+    functions=lambda module: {"attend": flex.attend},
 )
 
 #: The name of the kernel that runs everywhere.

@@ -76,6 +76,8 @@ class LayeredKernel(Kernel):
         largest = [features.max_head_dim for features in every]
         merged["max_head_dim"] = None if None in largest else max(size for size in largest if size is not None)
         merged["right_limit"] = "" if any(features.open_window for features in every) else every[0].right_limit
+        merged["sinks_from"] = next((f.sinks_from for f in every if f.sinks_from == "keyword"), every[0].sinks_from)
+        merged["no_backward_on"] = tuple(set.intersection(*(set(f.no_backward_on) for f in every)))
         forward_only = set.intersection(*(set(features.forward_only) for features in every))
         return replace(
             every[0], **merged, forward_only=tuple(sorted(forward_only)), min_capability=None, max_capability=None

@@ -62,7 +62,7 @@ def memoised(tensor: Tensor, purpose: tuple[Any, ...], compute: Callable[[], T])
 def memoised_of_all(tensors: tuple[Tensor, ...], purpose: tuple[Any, ...], compute: Callable[[], T]) -> T:
     """The value of ``compute()`` for these tensors and purpose. It is kept with the last one.
 
-    The others enter its key by a token that is memoised for each.
+    Each of the others contributes a unique token, itself cached on that tensor, so that a changed tensor misses the cache.
     """
     *others, last = tensors
     if fixed_shapes(last):  # an object can't be traced

@@ -257,7 +257,8 @@ class Provider:
             keywords are among its named parameters.
         refine: called with the imported module and its features; returns the features that the module was built with.
         functions: called with the imported module; returns its functions, by their names in FlashAttention-2. A kernel of this
-            library's own has an `options.Attend` under ``attend``; then the first one says whether it takes calls without lengths.
+            library's own has an `options.Attend` under ``attend`` instead.
+        takes_rows: whether such an `Attend` takes calls without lengths.
         unpaged_because: called with a page size and a head dimension; returns why such pages can't be used, None if they can.
         runs_on: called with a device type that `features` doesn't name; returns whether there is a kernel for it.
         primitives: returns the functions below its autograd functions, None if it has none; called once it is imported.
@@ -276,6 +277,7 @@ class Provider:
     declared: bool = True
     refine: Callable[[Any, Features], Features] = lambda module, features: features
     functions: Callable[[Any], Mapping[str, Any]] = lambda module: {f: getattr(module, f, None) for f in FUNCTIONS}
+    takes_rows: bool = True
     unpaged_because: Callable[[int, int], str | None] = lambda page_size, head_dim: None
     runs_on: Callable[[str], bool] | None = None
     primitives: Callable[[], Primitives | None] = lambda: None

@@ -79,7 +79,7 @@ def functions(module: Any) -> Mapping[str, Callable[..., Any] | None]:
     """The `varlen_attn` in a module as a kernel: see `Provider.functions`."""
     varlen = _Varlen(getattr(module, "varlen_attn", None))
     paged = varlen.attend_paged if varlen.options >= _PAGING else None
-    return {"attend": varlen.attend, "flash_attn_func": None, "attend_paged": paged}
+    return {"attend": varlen.attend, "attend_paged": paged}
 
 
 def runs_on(device: str) -> bool:

@@ -160,9 +160,8 @@ class _TrainingRun(NamedTuple):
             raise ValueError(f"{requested!r} is requested, and excluded")
         name, shown, reasons = requested, requested or "transformers' own choice", []
         takes_packed = requested is not None and _takes_packed(requested, self.environment)
-        entry = registered_attention().get(shown)
         if self.cp > 1:
-            handles = entry is not None and (entry.handles_context_parallel or entry.spreads)
+            handles = is_over_ranks(requested)
             if self.packed and not (handles and takes_packed):
                 raise ValueError(
                     f"packed sequences can't be split over context parallel ranks (cp_size={self.cp}) by {shown}: set "
@@ -277,9 +276,8 @@ def verify_context_parallel(model: Any, cp_size: SupportsIndex = 1) -> None:
     kind = (model if is_class else type(model)).__name__
     parallel = f"context parallelism (cp_size={cp_size})"
     otherwise = "cp_size=1, or register an attention name with forward=ForwardSpec(handles_context_parallel=True)"
-    registered = registered_attention()
     running = [] if is_class else implementations(model)
-    names = [name for name in running if name not in registered or not registered[name].handles_context_parallel]
+    names = [name for name in running if not is_over_ranks(name)]
     if running and not names:
         return
     if not has_sdpa(model):

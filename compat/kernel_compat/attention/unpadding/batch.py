@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...errors import UnsupportedFeatureError
 from ..boundaries import Sequences
 from ..call import PackedLengths
-from ..forward_context import ForwardContext, Unpadded, set_context
+from ..forward_context import ForwardContext, UnpaddingState, set_context
 from ..model_arguments import ModelArguments
 from ..padding import runs
 from ..roles import is_layer_cache
@@ -41,7 +41,7 @@ class PaddingFreeSetting:
     tokens: int | None = None
 
 
-class Unpadding(Unpadded):
+class Unpadding(UnpaddingState):
     """The real tokens of one padded batch.
 
     Attributes:
@@ -290,6 +290,8 @@ class PackedContext(ForwardContext):
     Attributes:
         layer: the layer that is running.
     """
+
+    has_given_offsets = False
 
     def __init__(self, context: ForwardContext, sequences: Sequences, tokens: int) -> None:
         offsets, longest, padded = sequences.cu_seqlens, sequences.max_seqlen, context.arguments
