@@ -521,6 +521,7 @@ def test_what_a_number_of_tokens_refuses() -> None:
             ours(**packed, attention_mask=torch.tensor([[1] * 8 + [0]]), use_cache=False)
 
 
+@pytest.mark.skipif(TRANSFORMERS.release < (5, 0), reason="BERT takes no flash attention before 5.0")
 def test_padding_of_an_encoder_whose_positions_restart() -> None:
     """Read as packed sequences by causal attention alone, they hid the padding from the mask that was made afterwards."""
     config = transformers.BertConfig(
