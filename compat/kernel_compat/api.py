@@ -151,13 +151,12 @@ def installed(
     _register_entry_points()
     with defaults.installation.installed(skip=skip, only=only, broken=broken) as result:
         _warn_of_failures(result)
-        outer = defaults.registry.unproven
-        defaults.registry.unproven = unproven or outer
+        block = None if unproven is None else defaults.registry.unproven_in(unproven)
         try:
             yield _with_attention(result)
         finally:
-            if unproven is not None and defaults.registry.unproven == unproven:
-                defaults.registry.unproven = outer
+            if block is not None:
+                defaults.registry.leave_unproven(block)
 
 
 class _Deprecated(TypedDict, total=False):
@@ -374,7 +373,7 @@ def _with_attention(result: report.InstallationReport) -> Report:
         for name, entry in defaults.registry.names().items()
         if isinstance(entry.kernel, LayeredKernel)
     }
-    states = {**defaults.registry.states(), **broken}
+    states = {**broken, **defaults.registry.states()}
     if reason := unsupported_because(result.environment):
         states = dict.fromkeys(states, f"can't be used: {reason}")
     return Report(**vars(result), attention=states, chosen=chosen, torch_flash_backend=torch_flash_backend())

@@ -21,7 +21,19 @@ __all__ = [
 
 
 class KernelCompatError(Exception):
-    """Base class of every error of this library."""
+    """Base class of every error of this library. Its copies and pickles have the message and the attributes."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuilt, (type(self), self.args, vars(self))
+
+
+def _rebuilt(
+    kind: type[KernelCompatError], args: tuple[object, ...], attributes: dict[str, object]
+) -> KernelCompatError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(attributes)
+    return error
 
 
 class KernelUnavailableError(KernelCompatError, ImportError, ValueError):

@@ -872,6 +872,38 @@ def test_the_last_of_overlapping_with_blocks_uninstalls(world: World) -> None:
     assert world.originals_in_place()
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_overlapping_with_blocks_in_an_installation_leave_it_as_it_was(world: World, order: tuple[int, int]) -> None:
+    """Each restored what it had found, so that the last one brought back what the first had set."""
+    world.points = {"a": shim("one")}
+    world.install()
+    blocks = [world.installed(skip=["one"]), world.installed()]
+    for block in blocks:
+        block.__enter__()
+    assert world.status()["one"].state == "applied"
+    blocks[order[0]].__exit__(None, None, None)
+    assert world.status()["one"].state == ("skipped" if order[0] else "applied")
+    blocks[order[1]].__exit__(None, None, None)
+    assert world.status()["one"].state == "applied"
+    assert world.status().installed
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_overlapping_reactions_to_unproven_models(order: tuple[int, int]) -> None:
+    kernel_compat.install(unproven="warn")
+    try:
+        blocks = [kernel_compat.installed(unproven=value) for value in ("refuse", "allow")]
+        for block in blocks:
+            block.__enter__()
+        assert defaults.unproven() == "allow"
+        blocks[order[0]].__exit__(None, None, None)
+        assert defaults.unproven() == ("refuse" if order[0] else "allow")
+        blocks[order[1]].__exit__(None, None, None)
+        assert defaults.unproven() == "warn"
+    finally:
+        kernel_compat.uninstall()
+
+
 # threads
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kernel_compat
-from kernel_compat import Environment, Features, Kernel, KernelUnavailableError, UnsupportedFeatureError
+from kernel_compat import Device, Environment, Features, Kernel, KernelUnavailableError, UnsupportedFeatureError
 from kernel_compat.kernels import LayeredKernel, Needs, as_kernel, known_kernels, reference
 
 LENGTHS: dict[str, Any] = {"cu_seqlens_q": torch.tensor([0, 3, 8], dtype=torch.int32), "max_seqlen_q": 5}
@@ -197,3 +197,28 @@ def test_equal_to_another_of_the_same_members() -> None:
     with pytest.raises(ValueError, match="'flash_attention_5' is no kernel"):
         several("flash_attention_2", "flash_attention_5")
     assert isinstance(as_kernel("auto"), LayeredKernel)
+
+
+def test_merged_features_are_what_a_member_has() -> None:
+    """For plans: gradients of a feature that one member has without them are no member's; the reference kernel is for a CPU alone."""
+    forward = Member("forward", window=True, forward_only=("window",))
+    without, inference = Member("without", window=False), Member("inference", window=True, backward=False)
+    here = Environment.detect()
+    for members in ((forward, without), (inference, without), (without, inference)):
+        features = several(*members).features_in(here)
+        assert features.lacking({"window"}) == []
+        assert features.lacking({"window", "backward"}) == ["gradients of sliding windows"]
+    assert several(forward, Member("both", window=True)).features_in(here).lacking({"window", "backward"}) == []
+    on_a_gpu = replace(here, devices=(Device("NVIDIA H200", (9, 0)),))
+    gpu = SimpleNamespace(**vars(Member("gpu", devices=("cuda",))))
+    gpu.flash_attn_varlen_func = reference.flash_attn_varlen_func
+    assert several(gpu, "flash_attention_reference").features_in(on_a_gpu).masks is False
+
+
+def test_a_list_in_a_list_is_one_list() -> None:
+    small, able = Member("small"), Member("able", softcap=True)
+    kernel = several([small, [able]], "auto")
+    assert [member.name for member in kernel.members[:2]] == ["small", "able"]
+    assert not any(isinstance(member, LayeredKernel) for member in kernel.members)
+    call(kernel, softcap=2.0)
+    assert [member.name for member in kernel.chosen.values()] == ["able"]

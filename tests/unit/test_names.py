@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -669,3 +671,21 @@ def test_unproven_of_an_inner_block_ends_with_it() -> None:
             assert defaults.unproven() == "allow"
         assert defaults.unproven() == "refuse"
     assert defaults.unproven() == before
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_errors_pass_from_process_to_process(copied: Any) -> None:
+    """One that can't be unpickled breaks a pool of processes, and hides its reason."""
+    errors: list[Exception] = [
+        kernel_compat.KernelUnavailableError("k", ["r"], "Install it."),
+        kernel_compat.UnsupportedFeatureError("f", "k", "a"),
+        kernel_compat.AttentionRefusedError("n", "p", "r", "i"),
+        kernel_compat.SeamError("s", "e", "f", "v"),
+        kernel_compat.UnprotectedError("s", "p", "r"),
+        kernel_compat.UnknownNameError("x"),
+        kernel_compat.MissingExtraError("y"),
+    ]
+    assert {type(error) for error in errors} >= set(kernel_compat.KernelCompatError.__subclasses__())
+    for error in errors:
+        other = copied(error)
+        assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))

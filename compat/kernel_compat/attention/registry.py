@@ -14,6 +14,7 @@ from packaging.version import Version
 from ..environment import Environment
 from ..errors import KernelCompatWarning, UnprotectedError
 from ..kernels import known_kernels
+from ..patching.installation import Blocks
 from ..patching.swap import Change, make, undo
 from ..releases import TRANSFORMERS, minors
 from ..versions import counted, minor, within
@@ -40,6 +41,7 @@ class AttentionRegistry:
 
     def __init__(self) -> None:
         self.unproven: str | None = None
+        self._unproven_in: Blocks[str] = Blocks()
         self.declared: set[str] = set()
         self.declaring = threading.Lock()
         self.reading = threading.local()
@@ -59,6 +61,22 @@ class AttentionRegistry:
         #: Why every name is refused in the environment of `publish`, and the changes that refuse models; empty for none.
         self._unsupported = ""
         self._checks: list[Change] = []
+
+    def unproven_in(self, value: str) -> list[str]:
+        """Set `unproven` for a ``with`` block; `leave_unproven` takes what this returns."""
+        with self._lock:
+            block = self._unproven_in.open(self.unproven)
+            block.append(value)
+            self.unproven = value
+            return block
+
+    def leave_unproven(self, block: list[str]) -> None:
+        """Leave a block of `unproven_in`; a value that `install` has set since stays."""
+        with self._lock:
+            was_in_force = self.unproven == block[-1]
+            before = self._unproven_in.close(block)
+            if was_in_force:
+                self.unproven = before
 
     def register(self, entry: AttentionName) -> None:
         """`kernel_compat.register_attention` for this registry."""

@@ -33,7 +33,9 @@ class LayeredKernel(Kernel):
         if not members:
             raise ValueError("a list of kernels must not be empty")
         super().__init__(name, tuple(provider for member in members for provider in member.providers))
-        self.members = tuple(members)
+        self.members: tuple[Kernel, ...] = tuple(
+            part for member in members for part in (member.members if isinstance(member, LayeredKernel) else (member,))
+        )
         self._chosen: dict[Needs, Kernel] = {}
         #: Members whose package is there and doesn't import, with the error.
         self._broken: dict[Kernel, KernelUnavailableError] = {}
@@ -67,7 +69,10 @@ class LayeredKernel(Kernel):
 
     def features_in(self, environment: Environment) -> Features:
         """The features that at least one usable member has."""
-        every = [member.features_in(environment) for member in self.usable(environment) or self.members]
+        members = self.usable(environment) or list(self.members)
+        if environment.devices and len(members) > 1:
+            members = [member for member in members if member.name != REFERENCE]
+        every = [member.features_in(environment) for member in members]
         merged: dict[str, Any] = {
             f.name: any(getattr(features, f.name) for features in every) for f in fields(Features) if f.type == "bool"
         }
@@ -78,10 +83,18 @@ class LayeredKernel(Kernel):
         merged["right_limit"] = "" if any(features.open_window for features in every) else every[0].right_limit
         merged["sinks_from"] = next((f.sinks_from for f in every if f.sinks_from == "keyword"), every[0].sinks_from)
         merged["no_backward_on"] = tuple(set.intersection(*(set(f.no_backward_on) for f in every)))
-        forward_only = set.intersection(*(set(features.forward_only) for features in every))
-        return replace(
-            every[0], **merged, forward_only=tuple(sorted(forward_only)), min_capability=None, max_capability=None
+        # Of what some member has, but none with gradients.
+        merged["forward_only"] = tuple(
+            sorted(
+                name
+                for name, has in merged.items()
+                if has is True
+                and merged["backward"]
+                and name != "backward"
+                and not any(getattr(f, name) and f.backward and name not in f.forward_only for f in every)
+            )
         )
+        return replace(every[0], **merged, min_capability=None, max_capability=None)
 
     @property
     def features(self) -> Features:

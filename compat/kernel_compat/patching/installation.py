@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from types import ModuleType
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from ..environment import Environment
 from ..errors import KernelCompatError, SeamError, UnprotectedError, UnprotectedWarning
@@ -20,7 +20,9 @@ from .seam import Located
 from .shim import Shim, discover
 from .swap import Change, make, swap, undo
 
-__all__ = ["Installation", "Participant"]
+__all__ = ["Blocks", "Installation", "Participant"]
+
+T = TypeVar("T")
 
 
 class Participant(Protocol):
@@ -47,6 +49,37 @@ class _Applied:
     seams: list[Located]
     #: Undoes what the shim's `complete` did, and returns the changes that other code has overwritten.
     undo: Callable[[], Iterable[Change] | None] = lambda: ()
+
+
+class Blocks(Generic[T]):
+    """The settings of ``with`` blocks that overlap, in any threads: those of the last one that is open are in force."""
+
+    def __init__(self) -> None:
+        self._before: T | None = None
+        self._open: list[list[T]] = []
+
+    @property
+    def are_open(self) -> bool:
+        """Whether a block is open, also one whose settings aren't in force yet."""
+        return bool(self._open)
+
+    def open(self, present: T | None) -> list[T]:
+        """A new block, to which its settings are appended once they are in force.
+
+        Args:
+            present: the settings in force now, which come back after the last block; None for none.
+        """
+        if not self._open:
+            self._before = present
+        block: list[T] = []
+        self._open.append(block)
+        return block
+
+    def close(self, block: list[T]) -> T | None:
+        """Close a block; returns the settings that are to be in force now."""
+        # By identity: blocks may have equal settings.
+        self._open = [other for other in self._open if other is not block]
+        return next((other[-1] for other in reversed(self._open) if other), self._before)
 
 
 class Installation:
@@ -85,9 +118,8 @@ class Installation:
         self._hooked: set[str] = set()
         # Changes that other code had overwritten when they were undone, and their shims.
         self._left: dict[Change, str] = {}
-        # `installed()` blocks that are open, and whether the first found nothing installed.
-        self._blocks = 0
-        self._blocks_own = False
+        # The skip and `_allows_broken` of the `installed()` blocks that are open; and those from before the first one.
+        self._blocks: Blocks[tuple[frozenset[str], bool]] = Blocks()
 
     def install(
         self, *, skip: Collection[str] = (), only: Collection[str] | None = None, broken: str = "refuse"
@@ -177,19 +209,18 @@ class Installation:
         Inside another installation it changes nothing on leaving.
         """
         with self._lock:
-            outer = (self._skip, self._allows_broken) if self.active else None
-            if not self._blocks:
-                self._blocks_own = not self.active
-            self._blocks += 1
+            block = self._blocks.open((self._skip, self._allows_broken) if self.active else None)
         try:
-            yield self.install(skip=skip, only=only, broken=broken)
+            report = self.install(skip=skip, only=only, broken=broken)
+            block.append((self._skip, self._allows_broken))
+            yield report
         finally:
             with self._lock:
-                self._blocks -= 1
-                if not self._blocks and self._blocks_own:
+                before = self._blocks.close(block)
+                if before is None and not self._blocks.are_open:
                     self.uninstall()
-                elif outer is not None and outer != (self._skip, self._allows_broken):
-                    self.install(skip=outer[0], broken="allow" if outer[1] else "refuse")
+                elif before is not None and self.active and before != (self._skip, self._allows_broken):
+                    self.install(skip=before[0], broken="allow" if before[1] else "refuse")
 
     def _look(self) -> tuple[Environment, list[Shim], dict[str, str]]:
         shims, broken = self._discover()
