@@ -23,6 +23,7 @@ from any_layer import (
     gpt_oss,
     ids,
     llama4,
+    mllama,
     packed,
     pair,
     paligemma,
@@ -373,3 +374,20 @@ def test_linear_attention_has_no_kernel() -> None:
     assert layers.layers == ("model.layers.1.self_attn",)
     (layers,) = layer_kernels(gpt2, "flash_attention_reference")
     assert layers.layers == ("transformer.h.0.attn", "transformer.h.1.attn")
+
+
+@pytest.mark.skipif(not hasattr(transformers, "MllamaForConditionalGeneration"), reason="of 4.45 and later")
+@pytest.mark.parametrize("length", [9, 10, 11])
+def test_cross_attention_without_a_mask_is_not_causal(length: int) -> None:
+    """Mllama's layers don't say so; a text as long as its image's ten tokens has a causal mask of the same sizes."""
+    (eager, ours), inputs = mllama("flash_attention_reference")
+    with torch.no_grad():
+        for model in (eager, ours):
+            for name, weight in model.named_parameters():
+                if "gate" in name:  # zero at first: the layers would change nothing
+                    weight.fill_(0.7)
+    inputs = {name: value for name, value in inputs.items() if "pixel" in name or "aspect" in name}
+    inputs["input_ids"] = torch.randint(3, VOCAB - 8, (2, length))
+    for mask in (None, torch.ones(2, length, dtype=torch.long)):
+        expected, found = (model(**inputs, attention_mask=mask, use_cache=False).logits for model in (eager, ours))
+        assert distance(found, expected) < 1e-5

@@ -15,9 +15,11 @@ from kernel_compat.attention import boundaries, forward, mask_reduction
 from kernel_compat.attention import padding as padding_module
 from kernel_compat.attention.boundaries import Sequences, sequences_of_positions
 from kernel_compat.attention.call import AttentionCall, PackedLengths
+from kernel_compat.attention.forward_context import ForwardContext, within
 from kernel_compat.attention.layout import SequenceLayout
 from kernel_compat.attention.mask_function import attention_mask_function
 from kernel_compat.attention.mask_reduction import ReducedMask, reduce_mask
+from kernel_compat.attention.model_arguments import ModelArguments
 from kernel_compat.attention.padding import padding
 from kernel_compat.attention.resolution import _in_fixed_shapes, _of_padding
 from kernel_compat.kernels import Functions
@@ -425,9 +427,13 @@ def test_offsets_that_leave_tokens_out_are_refused_in_training(offsets: list[int
     q, k, v = tensors(1, 5, 5)
     ends = torch.tensor(offsets, dtype=torch.int32)
     call = AttentionCall(q, k, v, True, lengths=PackedLengths(ends, ends, longest, longest))
-    forward.flash_attention(REFERENCE, call)  # as continuous batching does
-    with pytest.raises(ValueError, match=says):
-        forward.flash_attention(REFERENCE, call._replace(query=q.requires_grad_()))
+    trained = call._replace(value=v.clone().requires_grad_())
+    arguments = ModelArguments(1, 5, "", True, True, None)
+    for context in (None, ForwardContext(arguments)):
+        with within(context):
+            forward.flash_attention(REFERENCE, call)  # as continuous batching does, and layers that aren't trained
+            with pytest.raises(ValueError, match=says):
+                forward.flash_attention(REFERENCE, trained)
 
 
 # packed position ids

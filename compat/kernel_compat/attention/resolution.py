@@ -59,7 +59,7 @@ def _key(call: AttentionCall, functions: Functions, context: ForwardContext) -> 
     query = call.query
     if fixed_shapes(query):
         return None
-    key = [query.shape[:2], call.key.shape[1], query.device, functions.masks, call.bias is None]
+    key = [query.shape[:2], call.key.shape[1], query.device, functions.masks, call.bias is None, _trains(call)]
     key += [call.causal, call.sliding_window, call.local_window, len(context.records), len(context.full_masks)]
     for decides in _deciding(call):
         if isinstance(decides, Tensor):
@@ -70,6 +70,12 @@ def _key(call: AttentionCall, functions: Functions, context: ForwardContext) -> 
         else:
             key.append(decides)
     return tuple(key)
+
+
+def _trains(call: AttentionCall) -> bool:
+    """Whether a call is computed with gradients, in which more is checked."""
+    tensors = (call.query, call.key, call.value)
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _deciding(call: AttentionCall) -> tuple[Any, ...]:
@@ -100,7 +106,7 @@ def _find(call: AttentionCall, functions: Functions, context: ForwardContext | N
             return MaskedLayout(*pattern, Mask(segments=segments))
     elif lengths is not None:
         _check_lengths(lengths, call, reduced, own)
-        if (own is None or own.has_given_offsets) and call.query.requires_grad and torch.is_grad_enabled():
+        if (own is None or own.has_given_offsets) and _trains(call):
             _require_covering(lengths, call)
         return _packed(pattern, call, *_given_sequences(lengths, call, kv_len))
     elif (sequences := _sequences(call, reduced, own)) is not None:
@@ -281,7 +287,7 @@ def _require_separation(call: AttentionCall, own: ForwardContext | None) -> None
         raise UnsupportedFeatureError(
             "packed sequences",
             "a mask with a pattern of the model's own",
-            "transformers separates them without a KV cache: pass use_cache=False. Or pass the sequences as rows of a batch.",
+            "transformers separates them by their position_ids alone: pass use_cache=False and no attention_mask. Or pass the sequences as rows of a batch.",
         )
 
 
@@ -315,6 +321,8 @@ def _resolve_mask(call: AttentionCall, context: ForwardContext | None) -> tuple[
     """
     (batch, q_len), kv_len = call.query.shape[:2], call.key.shape[1]
     mask, causal = call.mask, call.causal
+    if causal is None and mask is None and context is not None and context.arguments.has_encoder_states:
+        causal = False  # cross-attention: the library's mask function leaves out no causal mask there
     if causal is None:  # True, which the mask overrides, and which makes no difference to a single query
         # Outside of a model's forward a layer is causal over its own keys, as in upstream's flash attention.
         known = q_len == kv_len if context is None else context.has_record(q_len, kv_len)
