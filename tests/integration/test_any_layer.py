@@ -210,6 +210,40 @@ def test_the_forward_asks_for_what_the_layers_say(made: Callable[[str], tuple[An
         kernel_compat.unregister_attention(name)
 
 
+class TestWindows:
+    """Layers that keep no window and pass their config's."""
+
+    @pytest.mark.parametrize("kind", ["Mistral", "Mixtral", "Phi3", "Starcoder2"])
+    def test_of_a_config(self, kind: str) -> None:
+        config = getattr(transformers, f"{kind}Config")(**SHAPE, sliding_window=8)
+        with torch.device("meta"):
+            model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        (layers,) = layer_kernels(model, "auto")
+        assert "window" in layers.needs.features
+        config.sliding_window = None
+        (layers,) = layer_kernels(model, "auto")
+        assert "window" not in layers.needs.features
+
+    def test_of_paged_and_declared(self) -> None:
+        """A forward has the features that it was registered with; paged means the same name."""
+
+        def own(*args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+        with torch.device("meta"):
+            model = transformers.MistralForCausalLM(transformers.MistralConfig(**SHAPE, sliding_window=8))
+        for kernel in (None, "flash_attention_reference", "auto"):
+            forward = kernel_compat.ForwardSpec(own, features={"varlen", "gqa", "backward"})
+            kernel_compat.register_attention("declared_flash", kernel=kernel, forward=forward)
+            try:
+                for name in ("declared_flash", "paged|declared_flash"):
+                    (layers,) = layer_kernels(model, name)
+                    assert layers.forward is None
+                    assert "sliding windows" in layers.reasons[0]
+            finally:
+                kernel_compat.unregister_attention("declared_flash")
+
+
 class TestAssignment:
     """Which kernel each layer gets on a GPU that isn't here: from the catalog, for real models."""
 

@@ -257,6 +257,15 @@ class TestBestAvailable:
             assert choice.name == "flash_attention_4"
             assert ("once kernel_compat.install() is called" in choice.steps[-1].reason) is ours
 
+    def test_a_kernel_without_gradients_on_a_cpu(self) -> None:
+        """flex_attention trains on a GPU alone; forwards run on both."""
+        prefer = ["flash_attention_flex"]
+        assert best_available(environment(), prefer=prefer).name == "flash_attention_flex"
+        choice = best_available(environment(), {"backward"}, prefer=prefer)
+        assert choice.name == "sdpa"
+        assert choice.steps[0].reason == "no gradients on 'cpu'"
+        assert best_available(environment(devices=(H100,)), {"backward"}, prefer=prefer).name == "flash_attention_flex"
+
     def test_paged_names_came_with_5(self) -> None:
         for release, usable in (("4.57.6", False), ("5.0.0", True)):
             here = environment("flash-attn", devices=(H100,), transformers=release)
@@ -464,6 +473,11 @@ class TestResolvePreload:
         with pytest.raises(TypeError, match="a dict of strings or None, not 3"):
             plan({"": 3})
 
+    @pytest.mark.parametrize("name", ["sdpa", "paged|sdpa", {"vision_config": "sdpa"}, {"text_config": "paged|sdpa"}])
+    def test_a_name_that_is_requested_and_excluded(self, name: Any) -> None:
+        with pytest.raises(ValueError, match=r"sdpa' is requested, and excluded"):
+            plan(name, exclude={"sdpa"})
+
     def test_it_can_be_compared_and_kept(self) -> None:
         assert plan("sdpa") == plan("sdpa")
         assert hash(plan("sdpa")) == hash(plan("sdpa"))
@@ -624,6 +638,36 @@ class TestVerifyFlash:
         here = environment("fa3-fwd", devices=(H100,))
         assert verify_flash(Model(layer=Layer(config=config)), "my_flash", here) is None
 
+    def test_paged_means_the_same(self) -> None:
+        kernel_compat.register_attention("my_flash", kernel="flash_attention_2")
+
+        class Undeclared(nn.Module):
+            _supports_attention_backend = True
+
+        assert verify_flash(Undeclared, "paged|my_flash", self.here) is None
+
+    def test_masks_of_any_kind(self) -> None:
+        """A model with flex attention runs under kernels that take any mask, as Llama-4 does under ``auto``."""
+
+        class Masked(Old):
+            _supports_flex_attn = True
+
+        kernel_compat.register_attention("my_flash", kernel="auto")
+        kernel_compat.register_attention("plain_flash", kernel="flash_attention_2")
+        assert verify_flash(Masked(), "my_flash", self.here) is None
+        with pytest.raises(UnsupportedFeatureError, match="does not support flash attention"):
+            verify_flash(Masked(), "plain_flash", self.here)
+
+    def test_a_layer_that_no_kernel_of_a_list_computes(self) -> None:
+        class Attention(Layer):
+            def __init__(self) -> None:
+                super().__init__(head_dim=512)
+                self.k_proj = nn.Linear(4, 4)
+
+        kernel_compat.register_attention("my_flash", kernel=["flash_attention_2", "flash_attention_torch"])
+        with pytest.raises(UnsupportedFeatureError, match="the layer layer of Model.*head dimension 512"):
+            verify_flash(Model(layer=Attention()), "my_flash", self.here)
+
     def test_not_here(self) -> None:
         with pytest.raises(KernelUnavailableError, match="flash_attention_3 is not usable here.*9.0 to 9.x.*B200"):
             verify_flash(Model(), "flash_attention_3", environment(*ALL, devices=(B200,)))
@@ -636,6 +680,14 @@ class TestVerifyFlash:
 
 class TestLoadWithFallback:
     """tests/integration tests with real models which errors cause a fallback."""
+
+    def test_no_gradients_on_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Environment, "detect", lambda *args: environment())
+        tried: list[str] = []
+        load_with_fallback(
+            lambda name: tried.append(name) or Model(name), "flash_attention_flex", requires={"backward"}
+        )
+        assert tried == ["sdpa"]
 
     def test_the_first_that_loads(self) -> None:
         asked = []

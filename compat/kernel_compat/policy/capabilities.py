@@ -5,7 +5,7 @@ Imports neither torch nor transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -20,9 +20,11 @@ from ..kernels.catalog import TRANSFORMERS, instead
 __all__ = [
     "Capabilities",
     "capabilities",
+    "device_type",
     "has_own_forward",
     "is_over_ranks",
     "kernel_of",
+    "lacking_because",
     "owner_of",
     "require_features",
     "require_known",
@@ -46,6 +48,11 @@ class Capabilities(NamedTuple):
     features: Features
     unusable: list[str]
     runs_on: str
+
+
+def device_type(environment: Environment) -> str:
+    """The torch device type that a model runs on in an environment."""
+    return "cuda" if environment.devices else "cpu"
 
 
 def owner_of(name: str, environment: Environment) -> Owner:
@@ -105,6 +112,14 @@ def capabilities(name: str, environment: Environment) -> Capabilities | None:
     if upstream and features.sinks_from != "keyword":  # transformers drops sinks that the package doesn't take
         features = replace(features, sinks=False)
     return Capabilities((kernel, provider), features, unusable, runs_on)
+
+
+def lacking_because(features: Features, requires: Collection[str], environment: Environment) -> str:
+    """What attention with these features lacks of the required ones in an environment, in a few words; empty if it has all."""
+    if missing := features.lacking(requires):
+        return f"it has no {', no '.join(missing)}"
+    device = device_type(environment)
+    return f"no gradients on {device!r}" if "backward" in requires and device in features.no_backward_on else ""
 
 
 def require_features(name: str, required: Iterable[str], owner: str, environment: Environment) -> None:

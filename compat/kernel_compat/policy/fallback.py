@@ -12,7 +12,15 @@ from ..environment import Environment
 from ..errors import KernelUnavailableError
 from ..kernels import Features, known_kernels
 from ..kernels.catalog import CATALOG, FLEXIBLE, REFERENCE, TRANSFORMERS
-from .capabilities import capabilities, is_over_ranks, kernel_of, owner_of, require_known, require_string
+from .capabilities import (
+    capabilities,
+    is_over_ranks,
+    kernel_of,
+    lacking_because,
+    owner_of,
+    require_known,
+    require_string,
+)
 
 __all__ = ["LADDER", "Choice", "Step", "best_available", "checked_names", "ladder", "next_fallback", "step_of"]
 
@@ -205,8 +213,8 @@ def step_of(name: str, environment: Environment, requires: Collection[str] = (),
         return Step(name, None, reason)
     if capability.unusable:
         return Step(name, False, "; ".join(capability.unusable))
-    if missing := capability.features.lacking(requires):
-        return Step(name, False, f"it has no {', no '.join(missing)}")
+    if reason := lacking_because(capability.features, requires, environment):
+        return Step(name, False, reason)
     release = environment.version("transformers")
     if name.startswith("paged|") and release is not None and release.major < 5:
         return Step(name, False, f"transformers {release} has no names with paged|")

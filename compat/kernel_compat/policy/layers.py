@@ -7,23 +7,22 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from ..api import registered_attention
 from ..attention.layer_kinds import is_attention
 from ..attention.names import AttentionName
 from ..attention.roles import (
     GROUPS,
     HEAD_DIM,
-    LAYER_INDEX,
     LAYER_SINKS,
-    LAYER_TYPES,
     QUERY_DIM,
     SOFTCAPPING,
     VALUE_DIM,
-    WINDOW,
 )
 from ..environment import Environment
 from ..errors import UnsupportedFeatureError
-from ..kernels import Kernel, LayeredKernel, Needs, unmet
-from .capabilities import kernel_of, require_features, require_known
+from ..kernels import Features, Kernel, LayeredKernel, Needs, unmet
+from .capabilities import device_type, kernel_of, require_features, require_known
+from .support import kind_of, window_of
 from .support import needs as features_needed
 
 __all__ = ["LayerKernels", "layer_kernels", "require_declared", "require_layers"]
@@ -53,7 +52,7 @@ def layer_kernels(model: Any, name: str, environment: Environment | None = None)
 
     Args:
         model: a model; its parameters may be on the meta device.
-        name: a registered name or a kernel's; ``auto`` for all kernels.
+        name: a registered name or a kernel's; ``auto`` for all kernels. ``paged|NAME`` means NAME.
         environment: default: this one.
 
     Raises:
@@ -61,23 +60,29 @@ def layer_kernels(model: Any, name: str, environment: Environment | None = None)
     """
     from ..kernels import as_kernel
 
+    declared = None
     if name == "auto":
         kernel: Kernel | None = as_kernel(name)
     else:
         require_known(name)
-        kernel = kernel_of(name)
-    return [] if kernel is None else _assigned(model, kernel, environment or Environment.detect())
+        bare = name.removeprefix("paged|")
+        kernel, entry = kernel_of(bare), registered_attention().get(bare)
+        declared = None if entry is None else entry.features
+    return [] if kernel is None else _assigned(model, kernel, environment or Environment.detect(), declared)
 
 
-def require_layers(model: Any, name: str, kernel: Kernel) -> None:
+def require_layers(model: Any, name: str, kernel: Kernel, environment: Environment | None = None) -> None:
     """Check that a kernel of several has a member for every layer of a model.
+
+    Args:
+        environment: default: this one.
 
     Raises:
         UnsupportedFeatureError: it has none; the message names the layer.
     """
     if not isinstance(kernel, LayeredKernel):
         return
-    environment = Environment.detect()
+    environment = environment or Environment.detect()
     if not kernel.usable(environment):  # loaded for another machine
         return
     for group in _assigned(model, kernel, environment):
@@ -101,24 +106,31 @@ def require_declared(model: Any, entry: AttentionName) -> None:
         require_features(entry.name, needed, type(model).__name__, Environment.detect())
 
 
-def _assigned(model: Any, kernel: Kernel, environment: Environment) -> list[LayerKernels]:
-    device = "cuda" if environment.devices else "cpu"
+def _assigned(
+    model: Any, kernel: Kernel, environment: Environment, declared: Features | None = None
+) -> list[LayerKernels]:
+    device = device_type(environment)
     alike: dict[Needs, list[str]] = {}
     for layer, needs in _layers(model, device):
         alike.setdefault(needs, []).append(layer)
     groups = []
     for needs, layers in alike.items():
         with_gradients = needs._replace(features=needs.features | {"backward"})
-        (forward, reasons), (training, more) = (_first(kernel, n, environment) for n in (needs, with_gradients))
+        (forward, reasons), (training, more) = (
+            _first(kernel, n, environment, declared) for n in (needs, with_gradients)
+        )
         groups.append(LayerKernels(tuple(layers), needs, forward, training, tuple(dict.fromkeys((*reasons, *more)))))
     return groups
 
 
-def _first(kernel: Kernel, needs: Needs, environment: Environment) -> tuple[str | None, list[str]]:
-    if isinstance(kernel, LayeredKernel):
+def _first(
+    kernel: Kernel, needs: Needs, environment: Environment, declared: Features | None
+) -> tuple[str | None, list[str]]:
+    if declared is None and isinstance(kernel, LayeredKernel):
         member, reasons = kernel.member_for(needs, environment)
         return (None if member is None else member.name), reasons
-    reason = "; ".join(kernel.unavailable_because(environment)) or unmet(kernel.features_in(environment), needs)
+    features = declared or kernel.features_in(environment)
+    reason = "; ".join(kernel.unavailable_because(environment)) or unmet(features, needs)
     return (None, [f"{kernel.name}: {reason}"]) if reason else (kernel.name, [])
 
 
@@ -142,10 +154,7 @@ def _dtype(module: Any) -> str:
 
 
 def _features(module: Any) -> Iterator[str]:
-    config = getattr(module, "config", None)
-    types, index = LAYER_TYPES.attribute_of(config) or (), LAYER_INDEX.attribute_of(module)
-    kind = types[index] if isinstance(index, int) and 0 <= index < len(types) else ""
-    if WINDOW.attribute_of(module):
+    if window_of(module):
         yield "window"
     if SOFTCAPPING.attribute_of(module):
         yield "softcap"
@@ -153,5 +162,5 @@ def _features(module: Any) -> Iterator[str]:
         yield "sinks"
     if (GROUPS.attribute_of(module) or 1) > 1:
         yield "gqa"
-    if kind == "chunked_attention" or hasattr(module, "has_relative_attention_bias"):
+    if kind_of(module) == "chunked_attention" or hasattr(module, "has_relative_attention_bias"):
         yield "masks"

@@ -20,7 +20,7 @@ from ..errors import AttentionRefusedError, KernelUnavailableError, UnsupportedF
 from ..patching.installation import Installation
 from ..patching.seam import Seam
 from ..patching.shim import Shim
-from .capabilities import capabilities, require_features
+from .capabilities import capabilities, lacking_because, require_features
 from .fallback import ladder
 from .support import implementations, needs
 
@@ -174,7 +174,7 @@ def _may_be_tried(name: str, environment: Environment, requires: Collection[str]
         return True
     # A kernel that loads where it can't run would fail only in the first forward.
     fails_late = capability.kernel and capability.unusable and not capability.kernel[1].unloadable_because(environment)
-    return not fails_late and not capability.features.lacking(requires)
+    return not fails_late and not lacking_because(capability.features, requires, environment)
 
 
 def _unsupported_because(

@@ -16,6 +16,7 @@ from ..kernels.catalog import SDPA_BACKENDS, TRANSFORMERS
 from .capabilities import capabilities, is_over_ranks, require_features, require_string
 from .fallback import best_available, checked_names, step_of
 from .flash_flags import has_sdpa, require_flash_support
+from .layers import require_layers
 from .support import beyond_causal_attention, implementations, needs
 
 __all__ = ["AttentionPlan", "plan_attention", "verify_attention"]
@@ -110,14 +111,16 @@ def plan_attention(
     if isinstance(attn_implementation, Mapping):
         implementation = {}
         for part, name in attn_implementation.items():
-            implementation[part] = _checked(name)
+            implementation[part] = _checked(name, left_out)
             why = [f"{name} is kept: the tokens of encoders are neither packed nor sharded."]
             if not is_encoder(part):
                 implementation[part], why = run.settle(name)
             reasons += [f"{part}: {reason}" for reason in why]
         names = set(implementation.values())
     else:
-        implementation, why = run.settle(None if attn_implementation is None else _checked(attn_implementation))
+        implementation, why = run.settle(
+            None if attn_implementation is None else _checked(attn_implementation, left_out)
+        )
         reasons += why
         names = {implementation or "sdpa"}
     backends = None
@@ -130,11 +133,13 @@ def plan_attention(
     return AttentionPlan(implementation, bool(use_liger_kernel) and not sharded, tuple(reasons), backends)
 
 
-def _checked(name: object) -> str:
+def _checked(name: object, left_out: Collection[str]) -> str:
     if not isinstance(name, str):
         raise TypeError(f"attn_implementation must be a string, a dict of strings or None, not {name!r}")
     if not name.strip():
         raise ValueError("attn_implementation must not be empty; None leaves it to transformers")
+    if name.removeprefix("paged|") in left_out:
+        raise ValueError(f"{name!r} is requested, and excluded")
     return name
 
 
@@ -156,8 +161,6 @@ class _TrainingRun(NamedTuple):
 
     def settle(self, requested: str | None) -> tuple[str | None, list[str]]:
         """The name to load with, and the reasons."""
-        if requested in self.exclude:
-            raise ValueError(f"{requested!r} is requested, and excluded")
         name, shown, reasons = requested, requested or "transformers' own choice", []
         takes_packed = requested is not None and _takes_packed(requested, self.environment)
         if self.cp > 1:
@@ -312,9 +315,13 @@ def verify_flash(model: Any, name: str, environment: Environment | None = None) 
         known = {*known_kernels(), *registered_attention()}
         raise ValueError(f"{name!r} is no flash attention; there are: {', '.join(sorted(known))}")
     model = model if isinstance(model, type) else _unwrapped(model)
-    require_flash_support(model, name, interface=name in registered_attention())
+    bare = name.removeprefix("paged|")
+    entry = registered_attention().get(bare)
+    require_flash_support(model, bare, interface=entry is not None, any_mask=capability.features.masks)
     if not isinstance(model, type):
-        require_features(name, {feature for _, feature in needs(model)}, type(model).__name__, environment)
+        require_features(bare, {feature for _, feature in needs(model)}, type(model).__name__, environment)
+        if entry is not None and entry.forward is None:
+            require_layers(model, bare, entry.kernel, environment)
     if capability.unusable:
         raise KernelUnavailableError(name, capability.unusable, capability.kernel[1].install_hint(environment))
 

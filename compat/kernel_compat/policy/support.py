@@ -18,6 +18,7 @@ from ..attention.roles import (
     ALIBI,
     CAUSALITY,
     CHUNK,
+    LAYER_INDEX,
     LAYER_SINKS,
     LAYER_TYPES,
     LONGEST,
@@ -27,7 +28,7 @@ from ..attention.roles import (
     implementation_of,
 )
 
-__all__ = ["beyond_causal_attention", "implementations", "needs", "slides"]
+__all__ = ["beyond_causal_attention", "implementations", "kind_of", "needs", "slides", "window_of"]
 
 #: Parameters by which a model passes a mask pattern of its own.
 _PATTERNS = frozenset({"or_mask_function", "and_mask_function", "block_sequence_ids", "create_causal_mask_mapping"})
@@ -61,6 +62,23 @@ def slides(config: Any) -> bool:
     return layers is None or any("sliding" in layer for layer in layers)
 
 
+def kind_of(layer: Any) -> str:
+    """The type of a layer in its config's list; empty for one that isn't there, such as a model."""
+    types, index = LAYER_TYPES.attribute_of(getattr(layer, "config", None)) or (), LAYER_INDEX.attribute_of(layer)
+    return types[index] if isinstance(index, int) and 0 <= index < len(types) else ""
+
+
+def window_of(module: Any) -> Any:
+    """The sliding window of a layer or a model; None without one.
+
+    A layer without the attribute, such as Mistral's, passes its config's window to its attention.
+    """
+    if WINDOW.is_attribute_of(module):
+        return WINDOW.attribute_of(module)
+    config, kind = getattr(module, "config", None), kind_of(module)
+    return WINDOW.attribute_of(config) if slides(config) and (not kind or "sliding" in kind) else None
+
+
 def implementations(model: Any) -> list[str]:
     """The attention names that a model's layers run, sorted; for a composite model, the names of its parts."""
     layers = [module for module in _modules(model) if not is_model(module)]
@@ -79,7 +97,7 @@ def needs(model: Any) -> list[tuple[str, str]]:
             pairs.add((name, "softcap"))
         if LAYER_SINKS.attribute_of(module) is not None:
             pairs.add((name, "sinks"))
-        if WINDOW.attribute_of(module) or slides(config):
+        if window_of(module):
             pairs.add((name, "window"))
     return sorted(pairs)
 
@@ -107,7 +125,7 @@ def _reasons(module: Any, model: Any) -> Iterator[str]:
         return isinstance(size, int) and size > 0 and not (isinstance(longest, int) and size >= longest)
 
     types = LAYER_TYPES.attribute_of(config) or ()
-    if cuts(window := WINDOW.attribute_of(module)) or (slides(config) and cuts(window := WINDOW.attribute_of(config))):
+    if cuts(window := window_of(module)):
         yield f"has a sliding window of {window}"
     if not types and cuts(chunk := CHUNK.attribute_of(config)):
         yield f"has chunks of {chunk}"
