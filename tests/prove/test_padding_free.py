@@ -96,5 +96,7 @@ class TestProofs:
         found = Outcome("LlamaForCausalLM", "padding_free", "not applicable", reason="it takes no tokens")
         (key,) = at_load._proofs
         at_load._proofs[key] = Proof("llama", str(TRANSFORMERS), (found,))
-        with pytest.raises(kernel_compat.UnsupportedFeatureError, match="it takes no tokens"):
+        with pytest.raises(
+            kernel_compat.UnsupportedFeatureError, match="it takes no tokens.*prove llama --case padding_free"
+        ):
             padding_free(ours)

@@ -53,7 +53,9 @@ def test_a_type_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_type_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, llama={"wrong": ["padded_left"]})
-    with pytest.raises(UnsupportedFeatureError, match="LlamaForCausalLM.*padded_left"):
+    with pytest.raises(
+        UnsupportedFeatureError, match="LlamaForCausalLM.*padded_left.*`kernel-compat prove llama` shows"
+    ):
         build()
 
 

@@ -246,6 +246,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert document["proofs"][0]["outcomes"][0]["case"] == "plain"
 
 
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a file for it, and nothing else."""
+    assert cli.main(["prove", "llama", "--case", "plain", "--workers", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["summary"]["equal"] == 1
+
+
 def test_the_command_proves_a_registered_name(broken: Any) -> None:
     name = broken(lambda call, kwargs: call(causal=False))
     assert cli.main(["prove", "llama", "--case", "plain", "--attn", name]) == 1

@@ -40,7 +40,7 @@ def require_proof(model: Any, name: str, unproven: str) -> None:
     known = _in_table(owner, config, str(getattr(model.config, "model_type", "")), str(transformers.__version__))
     foreign = replaced(owner, config) if known is not None and unproven != "allow" else []
     if known and not foreign:
-        raise wrong(owner, name, known)
+        raise wrong(model, name, known)
     if unproven == "allow" or (known is not None and not foreign):
         return
     if why := _unproven(model, name, "attention", by_name=True):
@@ -104,14 +104,19 @@ def _report(owner: type, how: str, why: str, unproven: str, error: Callable[[str
     warnings.warn(f"{message}. Compare the two yourself, or pass install(unproven=...).", UnprovenWarning, stacklevel=3)
 
 
-def wrong(owner: type, name: str, cases: Any) -> AttentionRefusedError:
-    """The error for a class whose outputs differ from eager attention's in some cases."""
+def proving_command(model: Any, *options: str) -> str:
+    """The command that proves models of a model's type."""
+    return " ".join(["kernel-compat prove", getattr(model.config, "model_type", "") or "FOLDER", *options])
+
+
+def wrong(model: Any, name: str, cases: Any) -> AttentionRefusedError:
+    """The error for a model whose outputs differ from eager attention's in some cases."""
     return AttentionRefusedError(
         name,
-        owner.__name__,
+        essential(type(model)).__name__,
         f"the attention name {name!r}",
         f"Its outputs differ from eager attention's ({', '.join(cases)}). Use 'eager', or 'sdpa' if the model has it; "
-        "`kernel-compat prove` shows by how much.",
+        f"`{proving_command(model)}` shows by how much.",
     )
 
 

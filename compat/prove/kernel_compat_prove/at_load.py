@@ -8,7 +8,7 @@ from typing import Any
 
 from kernel_compat.errors import AttentionRefusedError, UnsupportedFeatureError
 from kernel_compat.gates import Claim
-from kernel_compat.proofs.gate import importable_class, listed, wrong
+from kernel_compat.proofs.gate import importable_class, listed, proving_command, wrong
 from kernel_compat.proofs.sources import essential, replaced
 
 from .fingerprint import fingerprint
@@ -48,7 +48,7 @@ def gate(model: Any, name: str, claim: Claim, *, by_name: bool) -> str | None:
     owner, config = essential(type(model)), essential(type(model.config))
     proof = _proof(owner, model.config, replaced(owner, config))
     if cases := sorted({outcome.case for outcome in proof.outcomes if outcome.verdict == "wrong"}):
-        raise wrong(owner, name, cases)
+        raise wrong(model, name, cases)
     if lost := [f"{outcome.case}: {outcome.reason}" for outcome in proof.outcomes if outcome.verdict == "lost"]:
         problem = f"cases that ran on an earlier release can't be tried on this one ({'; '.join(lost)})"
         raise AttentionRefusedError(name, owner.__name__, f"the attention name {name!r}", f"{problem}. Use 'eager'.")
@@ -63,9 +63,8 @@ def _padding_free(model: Any, by_name: bool) -> str | None:
     accepted = ("equal", "not applicable") if by_name else ("equal",)
     for outcome in proof.outcomes:
         if outcome.verdict not in accepted:
-            raise UnsupportedFeatureError(
-                "padding_free", owner.__name__, f"{outcome.reason}. `kernel-compat prove --case padding_free` shows it."
-            )
+            advice = f"{outcome.reason}. `{proving_command(model, '--case padding_free')}` shows it."
+            raise UnsupportedFeatureError("padding_free", owner.__name__, advice)
     return None
 
 

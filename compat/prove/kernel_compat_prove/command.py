@@ -71,7 +71,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=_positive, default=60, metavar="SECONDS", help="time limit of one model type (default: 60)"
     )
-    parser.add_argument("--json", dest="json_file", metavar="FILE", help="write the results to this file as well")
+    parser.add_argument(
+        "--json",
+        action=_Json,
+        nargs="?",
+        metavar="FILE",
+        help="write the results to this file as well; without one, print JSON on stdout, and nothing else",
+    )
+    parser.set_defaults(json_file=None)
+
+
+class _Json(argparse.Action):
+    """Sets ``json`` as the other commands' flag does, or ``json_file``."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, file: Any, *_: object) -> None:
+        namespace.json, namespace.json_file = file is None, file
 
 
 def _positive(text: str) -> int:
