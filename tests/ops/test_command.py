@@ -59,6 +59,14 @@ def test_it_says_what_would_be_bound_to_a_saved_model(run: Cli, tmp_path: Path) 
     assert "eps 1e-06, gemma casting" in text
 
 
+def test_an_entry_point_that_failed_ends_in_1(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernel_compat_ops.registry.broken", lambda: {"some": "ValueError: no"})
+    done = run("ops", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["ok"] is False
+    assert "the entry point some failed: ValueError: no" in run("ops").stdout
+
+
 @pytest.mark.parametrize(
     ("config", "problem"),
     [

@@ -255,6 +255,10 @@ def test_a_failed_shim_ends_in_1(run: Cli, tmp_path: Path, monkeypatch: pytest.M
         (["explain"], "explain takes an attention NAME, or --model"),
         (["explain", "--model", os.path.dirname(__file__)], "no model type in its config.json"),
         (["explain", "auto"], "explain auto takes --model FOLDER"),
+        (["explain", "auto", "--model", "./llamma"], "--model ./llamma: there is no such folder"),
+        (["explain", "eager", "--model="], "--model takes a model type, or a folder with a config.json, and is empty"),
+        (["plan", "--model", "/nope/x"], "--model /nope/x: there is no such folder"),
+        (["plan", "--model="], "--model takes a model type, or a folder with a config.json, and is empty"),
         (["explain", "nope"], "'nope' is no attention name here; there are: eager"),
         (["plan", "--attn", "flash_atention_2"], "'flash_atention_2' is no attention name here; there are: eager"),
         (["plan", "--attn="], "an attention name must not be empty"),
@@ -298,6 +302,27 @@ def test_explain_shows_the_kernel_of_each_layer(run: Cli, tmp_path: Path) -> Non
     assert "model.layers.1.self_attn and 1 more" in text
     text = run("explain", "flash_attention_2", "--model", str(tmp_path)).stdout
     assert "flash_attention_2: " in text
+
+
+def test_explain_a_forward_without_a_kernel(run: Cli) -> None:
+    """What was declared of it, and no package."""
+
+    def ring(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    for name, kernel in (("ring_flash", None), ("ring_and_kernel", "flash_attention_2")):
+        forward = kernel_compat.ForwardSpec(ring, features={"varlen", "softcap"})
+        kernel_compat.register_attention(name, kernel=kernel, forward=forward)
+        try:
+            text = run("explain", name).stdout
+            assert "lacks: causal, window, " in text
+            (provider,) = json.loads(run("explain", name, "--json").stdout)["providers"]
+        finally:
+            kernel_compat.unregister_attention(name)
+        assert ("its own forward" in text) is (kernel is None)
+        assert ("imported as" in text) is (kernel is not None)
+        assert (provider["module"] is None) is (kernel is None)
+        assert (provider["features"]["softcap"], provider["features"]["window"]) == (True, False)
 
 
 @pytest.mark.usefixtures("without_gpu")

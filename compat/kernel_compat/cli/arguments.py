@@ -24,9 +24,13 @@ def model_type(model: str) -> str:
     """The model type of an argument ``--model``, which is a model type or a folder.
 
     Raises:
-        BadArgumentsError: the folder has no config.json with a model type.
+        BadArgumentsError: the argument is empty, a path that is no folder, or a folder without a config.json with a model type.
     """
+    if not model.strip():
+        raise BadArgumentsError(f"--model takes {MODEL_HELP}, and is empty")
     if not os.path.isdir(model):
+        if any(separator in model for separator in ("/", os.sep)):
+            raise BadArgumentsError(f"--model {model}: there is no such folder, and a model type has no {os.sep!r}")
         return model
     try:
         with open(os.path.join(model, "config.json"), encoding="utf-8") as file:

@@ -11,7 +11,7 @@ from typing import Any
 from ..api import registered_attention, status
 from ..environment import Environment
 from ..gates import DIAGNOSES, LOAD_GATES, Diagnose, Finding, entries, install_hint, package_of
-from ..kernels import Features, Provider
+from ..kernels import Features, ForwardOnly, Provider
 from ..policy.capabilities import kernel_of, require_known
 from ..policy.fallback import LADDER, Step, ladder
 from ..policy.layers import LayerKernels, layer_kernels
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def find(arguments: argparse.Namespace) -> dict[str, Any]:
     """The explanation of the name, the model type, or both."""
     name, model = arguments.name, arguments.model
-    if not name and not model:
+    if not name and model is None:
         raise BadArgumentsError("explain takes an attention NAME, or --model")
     whole = None if name == "auto" else name  # auto is a kernel for each layer
     explanation = explain(whole) if whole else {}
@@ -59,9 +59,10 @@ def explain(name: str) -> dict[str, Any]:
     """The `name_status` of an attention name, and more.
 
     - ``forward``: qualified name of the attention function it was registered with; None for the default.
-    - ``providers``: the packages that provide its kernel, in the order in which they are tried, each with what
+    - ``providers``: the packages that provide its kernel, in the order in which they are tried, each with its features, or those
+      that were declared of the forward, and what
       `kernel-compat doctor` finds wrong with it, if kernel-compat-doctor is installed. Of other packages that find what is wrong
-      with one, ``undiagnosed`` has the errors.
+      with one, ``undiagnosed`` has the errors. For a forward without a kernel, one with the name for a package and no ``module``.
     - ``shims``: the shims that this environment needs.
     - ``ladder``: the names that `policy.load_with_fallback` would try, starting with this one.
 
@@ -77,7 +78,10 @@ def explain(name: str) -> dict[str, Any]:
     forward = entry and entry.forward
     if qualified := getattr(forward, "__qualname__", None):
         qualified = f"{forward.__module__}.{qualified}"
-    providers = [_provider(provider, environment) for provider in (kernel.providers if kernel else ())]
+    declared = None if entry is None else entry.features
+    providers = [_provider(provider, environment, declared) for provider in (kernel.providers if kernel else ())]
+    if isinstance(kernel, ForwardOnly):  # its provider stands for the forward
+        providers = [{**provider, "module": None} for provider in providers]
     explanation = name_status(bare, report)
     if providers and not explanation["reasons"] and all(provider["reasons"] for provider in providers):
         explanation["reasons"] = [reason for provider in providers for reason in provider["reasons"]]
@@ -91,7 +95,7 @@ def explain(name: str) -> dict[str, Any]:
     }
 
 
-def _provider(provider: Provider, environment: Environment) -> dict[str, Any]:
+def _provider(provider: Provider, environment: Environment, declared: Features | None) -> dict[str, Any]:
     reasons = provider.unavailable_because(environment)
     findings: list[dict[str, Any]] = []
     undiagnosed = []
@@ -109,7 +113,7 @@ def _provider(provider: Provider, environment: Environment) -> dict[str, Any]:
         "distribution": provider.distribution,
         "module": provider.module,
         "version": environment.packages.get(provider.distribution),
-        "features": provider.features_in(environment),
+        "features": declared or provider.features_in(environment),
         "reasons": reasons,
         "install": provider.install,
         "findings": findings,
@@ -224,15 +228,17 @@ def _show_name(explanation: dict[str, Any]) -> None:
     print_text(f"  As attn_implementation: {_OWNERS[owner]}{f' ({state})' if state else ''}.")
     if owner == "transformers":
         print_text(f'  For kernel-compat\'s own path: register_attention("my_{name}", kernel="{kernel}").')
-    print_text(f"  Kernel: {kernel}. Forward: {explanation['forward'] or 'the default'}.")
+    alone = any(provider["module"] is None for provider in explanation["providers"])
+    print_text(f"  Kernel: {'none' if alone else kernel}. Forward: {explanation['forward'] or 'the default'}.")
     usable = usable_text(explanation["reasons"])
     print_text(f"  Here it is {usable}.", COLOURS[usable])
-    print_text("\nProviders, the first usable one is taken", "bold")
+    print_text("\nFeatures" if alone else "\nProviders, the first usable one is taken", "bold")
     for provider in explanation["providers"]:
         features, usable = provider["features"], usable_text(provider["reasons"])
         absent = "(not installed)" if provider["reasons"] else ""
         package = f"{provider['distribution']} {provider['version'] or absent}".strip()
-        print_text(f"{package}, imported as {provider['module']}: {usable}", COLOURS[usable])
+        what = "its own forward" if alone else f"{package}, imported as {provider['module']}"
+        print_text(f"{what}: {usable}", COLOURS[usable])
         print_text(f"  takes: {' '.join(features.dtypes)}; head dimensions {_head_dims(features)}")
         print_text(f"  compute capability: {_capability(features)}")
         print_text(f"  has:   {', '.join(features.names())}")

@@ -47,7 +47,7 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
             packed_sequence=arguments.packed,
             use_liger_kernel=arguments.liger,
             activation_checkpointing=arguments.checkpointing,
-            model_type=model_type(arguments.model) if arguments.model else None,
+            model_type=None if arguments.model is None else model_type(arguments.model),
         )
     except KernelUnavailableError as error:
         return {"ok": False, "error": str(error), "reasons": error.reasons, "install": error.install}

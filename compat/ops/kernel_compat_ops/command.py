@@ -125,8 +125,8 @@ def _fit(model: Any, choice: Choice) -> Fit:
 
 
 def as_json(table: Table) -> dict[str, Any]:
-    """The kernels as a document."""
-    return {"ok": True, **fields_of(table)}
+    """The kernels as a document; not ok where an entry point failed."""
+    return {"ok": not table.broken, **fields_of(table)}
 
 
 def show(table: Table) -> None:
