@@ -436,6 +436,14 @@ def test_offsets_that_leave_tokens_out_are_refused_in_training(offsets: list[int
                 forward.flash_attention(REFERENCE, trained)
 
 
+def test_a_longest_length_of_another_type_is_refused() -> None:
+    layer, (q, k, v) = torch.nn.Module(), (x.transpose(1, 2) for x in tensors(1, 5, 5))
+    ends = torch.tensor([0, 5], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": [5], "max_length_k": 5}
+    with pytest.raises(TypeError, match=r"max_length_q must be a number of tokens, not \[5\]"):
+        forward.attention_forward(REFERENCE, "x")(layer, q, k, v, None, is_causal=True, scaling=None, **lengths)
+
+
 # packed position ids
 
 

@@ -53,6 +53,14 @@ class PackedLengths(NamedTuple):
         lengths = cls(*[role.of(arguments) for role in LENGTHS])
         return None if lengths.offsets_q is None and lengths.offsets_k is None else lengths
 
+    def checked(self) -> PackedLengths:
+        """The same; raises TypeError if a longest length is no number of tokens."""
+        for role, longest in zip(LENGTHS[2:], self[2:], strict=True):
+            is_number = isinstance(longest, (int, Tensor)) or hasattr(longest, "__index__")  # numpy's
+            if longest is not None and not is_number:
+                raise TypeError(f"{role.named()} must be a number of tokens, not {longest!r}")
+        return self
+
     def offsets(self) -> tuple[Tensor, Tensor]:
         """Those of queries and of keys; raises ValueError if one of them is missing."""
         if self.offsets_q is None or self.offsets_k is None:

@@ -98,7 +98,7 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         lengths = None
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-            lengths = PackedLengths(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+            lengths = PackedLengths(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k).checked()
         passed = WINDOW.spelled(kwargs)
         call = AttentionCall(
             query,
