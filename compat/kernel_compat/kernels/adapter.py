@@ -106,7 +106,9 @@ class _Package:
         keywords = self._keywords(options)
         if lengths is None:
             return _first(self._dense(q, k, v, **keywords))
-        return _first(self._varlen(q, k, v, **lengths._asdict(), **keywords))
+        keywords["cu_seqlens_q"], keywords["cu_seqlens_k"] = lengths.cu_seqlens_q, lengths.cu_seqlens_k
+        keywords["max_seqlen_q"], keywords["max_seqlen_k"] = lengths.max_seqlen_q, lengths.max_seqlen_k
+        return _first(self._varlen(q, k, v, **keywords))
 
 
 def _by_sequences(attend: Attend, q: Any, k: Any, v: Any, options: Options) -> Any:
@@ -174,6 +176,7 @@ class _Checked:
         # From 2.13 on, torch.compile breaks the graph where an autograd.Function, such as FlashAttention-2's, takes one tensor
         # twice. torch's own function is none, and tells by the identity of the offsets that queries and keys have the same.
         self._offsets_twice = provider.distribution != "torch"
+        self._is_compiling = torch.compiler.is_compiling
         self.computes_sinks = features.sinks_from == "log-sum-exp"
         # torch.compile can't trace its look into the dispatcher.
         self._runs_on = provider.runs_on and torch.compiler.assume_constant_result(provider.runs_on)
@@ -191,7 +194,7 @@ class _Checked:
             longest = (q.shape[1], k.shape[1])
         else:
             longest = lengths[2:]
-            if lengths.cu_seqlens_k is lengths.cu_seqlens_q and self._offsets_twice and _is_compiling():
+            if lengths.cu_seqlens_k is lengths.cu_seqlens_q and self._offsets_twice and self._is_compiling():
                 lengths = lengths._replace(cu_seqlens_k=lengths.cu_seqlens_k.view(-1))
         options = self._without_extras(options)
         if mask is None:
@@ -202,7 +205,7 @@ class _Checked:
         v_dim = v.shape[-1]
         if dims != (q.shape[-1], v_dim):
             (q, k, v), options = _padded(q, k, v, options, dims)
-        if (options.s_aux is not None and self.computes_sinks) or (self._by_operator and _is_compiling()):
+        if (options.s_aux is not None and self.computes_sinks) or (self._by_operator and self._is_compiling()):
             out = self._by_primitives(q, k, v, options, lengths)
         else:
             out = self._package(q, k, v, options, lengths, mask)
@@ -220,12 +223,12 @@ class _Checked:
 
     def checked(self, needs: Needs) -> tuple[int, int]:
         """The head dimensions of query and value that a call is padded to; raises if the kernel can't compute it."""
-        if not _is_compiling() and (dims := self._dims.get(needs)) is not None:
+        if not self._is_compiling() and (dims := self._dims.get(needs)) is not None:
             return dims
         for refusal in refusals(self.features, needs, self._runs_on):
             raise self._error(refusal)
         dims = self.features.padded_dims(needs.head_dim, needs.value_dim)
-        if needs.device in self.features.devices and not _is_compiling():
+        if needs.device in self.features.devices and not self._is_compiling():
             self._dims[needs] = dims
         return dims
 
@@ -343,12 +346,6 @@ def _padded(q: Any, k: Any, v: Any, options: Options, dims: tuple[int, int]) -> 
         options = options._replace(softmax_scale=q_dim**-0.5)
     extra = (0, dims[0] - q_dim)
     return (pad(q, extra), pad(k, extra), pad(v, (0, dims[1] - v_dim))), options
-
-
-def _is_compiling() -> bool:
-    import torch
-
-    return bool(torch.compiler.is_compiling())
 
 
 def _first(result: Any) -> Any:
