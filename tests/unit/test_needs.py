@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import kernel_compat
 from kernel_compat import Features, Kernel, UnsupportedFeatureError
 from kernel_compat.kernels import Needs, catalog, reference, unmet
-from kernel_compat.kernels.options import Options
+from kernel_compat.kernels.options import Mask, Options
 
 LIBRARY = Path(kernel_compat.__file__).parent
 
@@ -71,7 +71,7 @@ def test_a_call_is_refused_where_its_needs_are_unmet(
     options = {name: value for feature in sorted(asked) for name, value in CALLS[feature].items()}
     if "s_aux" in options:
         options["s_aux"] = torch.zeros(2, dtype=dtype, requires_grad=gradients and of_sinks)
-    needs = Needs.of(q, kv, kv, Options.of(**options), (6, 3))
+    needs = Needs.of(q, kv, kv, Options.of(**options))
     reasons = unmet(features, needs)
     functions = kernel.load()
     if not reasons:
@@ -104,8 +104,19 @@ def test_the_features_that_are_needed_are_known() -> None:
     """A name that `Needs.of` gives a call is a field or a property of `Features`."""
     q, k = torch.randn(1, 6, 2, 8, requires_grad=True), torch.randn(1, 3, 1, 8)
     everything = Options(0.5, 1.0, False, (2, -1), 2.0, True, torch.zeros(2))
-    names = Needs.of(q, k, k, everything, (6, 3), "masks", "paged").features
-    assert names >= {"dropout", "window", "open_window", "softcap", "deterministic", "frozen_sinks", "gqa", "backward"}
+    names = Needs.of(q, k, k, everything, mask=Mask()).features | Needs.of_pages(q, k, k, None, everything).features
+    assert names >= {
+        "masks",
+        "paged",
+        "dropout",
+        "window",
+        "open_window",
+        "softcap",
+        "deterministic",
+        "frozen_sinks",
+        "gqa",
+        "backward",
+    }
     assert all(hasattr(Features(), name) for name in names)
 
 

@@ -32,7 +32,7 @@ _LSE = "return_softmax_lse"
 def adapt(
     name: str, raw: Mapping[str, Callable[..., Any] | None], features: Features, provider: Provider
 ) -> tuple[Features, Functions]:
-    """A kernel from a package's functions, and its features without those that the functions don't take.
+    """A kernel from a package's functions, and the features that these functions support.
 
     Args:
         raw: the functions by their names in FlashAttention-2. Kernels of this library have an `Attend` under ``attend`` instead.
@@ -190,17 +190,15 @@ class _Checked:
         """Compute a call, or raise `UnsupportedFeatureError` for what the kernel can't do."""
         if lengths is None and mask is None and not self._takes_rows:
             return _by_sequences(self.attend, q, k, v, options)
-        if lengths is None:
-            longest = (q.shape[1], k.shape[1])
-        else:
-            longest = lengths[2:]
-            if lengths.cu_seqlens_k is lengths.cu_seqlens_q and self._offsets_twice and self._is_compiling():
-                lengths = lengths._replace(cu_seqlens_k=lengths.cu_seqlens_k.view(-1))
+        if (
+            lengths is not None
+            and lengths.cu_seqlens_k is lengths.cu_seqlens_q
+            and self._offsets_twice
+            and self._is_compiling()
+        ):
+            lengths = lengths._replace(cu_seqlens_k=lengths.cu_seqlens_k.view(-1))
         options = self._without_extras(options)
-        if mask is None:
-            needs = Needs.of(q, k, v, options, longest)
-        else:
-            needs = Needs.of(q, k, v, options, longest, "masks", bias=mask.bias)
+        needs = Needs.of(q, k, v, options, lengths, mask)
         dims = self.checked(needs)
         v_dim = v.shape[-1]
         if dims != (q.shape[-1], v_dim):
@@ -324,10 +322,7 @@ class _Paged:
         self, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cache_seqlens: Any, block_table: Any, options: Options
     ) -> Any:
         kernel, sinks = self._kernel, options.s_aux
-        longest = (0, 0)
-        if not kernel.features.open_window:  # the room for keys counts as their number
-            longest = (q.shape[1], k_cache.shape[1] * (1 if block_table is None else block_table.shape[1]))
-        kernel.checked(Needs.of(q, k_cache, v_cache, options, longest))
+        kernel.checked(Needs.of_pages(q, k_cache, v_cache, block_table, options))
         arguments = (q, k_cache, v_cache, k, v, cache_seqlens, block_table)
         if sinks is None or not kernel.computes_sinks:
             return self._attend(*arguments, options)

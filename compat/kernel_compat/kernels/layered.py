@@ -191,12 +191,8 @@ class LayeredKernel(Kernel):
         def attend(
             q: Any, k: Any, v: Any, options: Options, lengths: Lengths | None = None, mask: Mask | None = None
         ) -> Any:
-            longest = (q.shape[1], k.shape[1]) if lengths is None else lengths[2:]
-            if mask is None:
-                needs = Needs.of(q, k, v, options, longest)
-            else:
-                needs = Needs.of(q, k, v, options, longest, "masks", bias=mask.bias)
-            return member(needs).attend(q, k, v, options, lengths, mask)
+            functions = member(Needs.of(q, k, v, options, lengths, mask))
+            return functions.attend(q, k, v, options, lengths, mask)
 
         return attend
 
@@ -206,8 +202,7 @@ class LayeredKernel(Kernel):
         def attend_paged(
             q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, cache_seqlens: Any, block_table: Any, options: Options
         ) -> Any:
-            room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-            functions = member(Needs.of(q, k_cache, v_cache, options, (q.shape[1], room), "paged"))
+            functions = member(Needs.of_pages(q, k_cache, v_cache, block_table, options))
             assert functions.attend_paged is not None
             return functions.attend_paged(q, k_cache, v_cache, k, v, cache_seqlens, block_table, options)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .provider import Features, Refusal
 
 if TYPE_CHECKING:
-    from .options import Options
+    from .options import Lengths, Mask, Options
 
 __all__ = ["Needs", "refusals", "unmet"]
 
@@ -36,45 +36,67 @@ class Needs(NamedTuple):
         words = map(Features.word, sorted(self.features))
         return ", ".join([f"a call on {self.device} in {self.dtype}", dims, *words])
 
-    @classmethod
-    def of(
-        cls, q: Any, k: Any, v: Any, options: Options, longest: tuple[int, int], *beside: str, bias: Any = None
-    ) -> Needs:
-        """The needs of a call.
+    @staticmethod
+    def of(q: Any, k: Any, v: Any, options: Options, lengths: Lengths | None = None, mask: Mask | None = None) -> Needs:
+        """The needs of a call of an `options.Attend`."""
+        longest = (q.shape[1], k.shape[1]) if lengths is None else lengths[2:]
+        if mask is None:
+            return _needs(q, k, v, options, longest)
+        return _needs(q, k, v, options, longest, "masks", bias=mask.bias)
 
-        Args:
-            longest: the lengths of the longest sequences of query and key.
-            beside: features that its other arguments need: ``masks``, ``paged``.
-            bias: a bias of the scores, which may need a gradient.
-        """
-        import torch
+    @staticmethod
+    def of_pages(q: Any, k_cache: Any, v_cache: Any, block_table: Any, options: Options) -> Needs:
+        """The needs of a call of an `options.AttendPaged`."""
+        longest = (0, 0)
+        if options.window_size != (-1, -1):  # the room for keys counts as their number
+            longest = (q.shape[1], k_cache.shape[1] * (1 if block_table is None else block_table.shape[1]))
+        return _needs(q, k_cache, v_cache, options, longest, "paged", page_size=k_cache.shape[1])
 
-        sinks = options.s_aux
-        left, right = options.window_size
-        features = [*beside]
-        if left >= 0 or right >= 0:
-            features.append("window")
-            # A limit at the number of keys hides nothing from one query more.
-            if not options.causal and right < 0 and int(longest[0]) > int(longest[1]) + 1:
-                features.append("open_window")
-        if options.softcap:
-            features.append("softcap")
-        if options.dropout_p:
-            features.append("dropout")
-        if q.shape[-2] != k.shape[-2]:
-            features.append("gqa")
-        gradients = torch.is_grad_enabled()
-        of_sinks = sinks is not None and gradients and sinks.requires_grad
-        if sinks is not None:
-            features.append("sinks" if of_sinks else "frozen_sinks")
-        of_inputs = q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
-        if of_sinks or (gradients and of_inputs):
-            features.append("backward")
-            if options.deterministic:
-                features.append("deterministic")
-        page_size = k.shape[1] if "paged" in beside else 0
-        dtype = str(q.dtype).removeprefix("torch.")
-        return cls(q.shape[-1], v.shape[-1], dtype, q.device.type, frozenset(features), page_size)
+
+def _needs(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Options,
+    longest: tuple[int, int],
+    *beside: str,
+    bias: Any = None,
+    page_size: int = 0,
+) -> Needs:
+    """The needs of a call.
+
+    Args:
+        longest: the lengths of the longest sequences of query and key.
+        beside: the features that its other arguments need.
+        bias: a bias of the scores, which may need a gradient.
+    """
+    import torch
+
+    sinks = options.s_aux
+    left, right = options.window_size
+    features = [*beside]
+    if left >= 0 or right >= 0:
+        features.append("window")
+        # A limit at the number of keys hides nothing from one query more.
+        if not options.causal and right < 0 and int(longest[0]) > int(longest[1]) + 1:
+            features.append("open_window")
+    if options.softcap:
+        features.append("softcap")
+    if options.dropout_p:
+        features.append("dropout")
+    if q.shape[-2] != k.shape[-2]:
+        features.append("gqa")
+    gradients = torch.is_grad_enabled()
+    of_sinks = sinks is not None and gradients and sinks.requires_grad
+    if sinks is not None:
+        features.append("sinks" if of_sinks else "frozen_sinks")
+    of_inputs = q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
+    if of_sinks or (gradients and of_inputs):
+        features.append("backward")
+        if options.deterministic:
+            features.append("deterministic")
+    dtype = str(q.dtype).removeprefix("torch.")
+    return Needs(q.shape[-1], v.shape[-1], dtype, q.device.type, frozenset(features), page_size)
 
 
 def refusals(features: Features, needs: Needs, runs_on: Callable[[str], bool] | None = None) -> Iterator[Refusal]:

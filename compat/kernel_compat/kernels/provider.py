@@ -144,10 +144,10 @@ class Features:
             pair: the pair of `head_dims` that a call is padded to; None for head dimensions up to `max_head_dim`.
         """
         required = set(required)
+        if not self.window:  # which is the reason then
+            required.discard("open_window")
         for name in sorted(required):
-            if not getattr(self, name) and (
-                name != "open_window" or self.window
-            ):  # of no window at all, that is the reason
+            if not getattr(self, name):
                 yield Refusal(self.word(name), name)
         of_sinks, computed = required & {"sinks", "frozen_sinks"}, self.sinks_from == "log-sum-exp"
         # The log-sum-exp can't know the mask of dropout.
