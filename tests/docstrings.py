@@ -21,7 +21,7 @@ def examples(public: Mapping[str, Any]) -> list[doctest.DocTest]:
 
 
 def run(example: doctest.DocTest) -> None:
-    """Run one; its results must be those that it shows."""
+    """Run an example; its results must be what the docstring shows."""
     failed, attempted = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example)
     assert attempted
     assert not failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import warnings
 
 __all__ = [
@@ -24,16 +25,7 @@ class KernelCompatError(Exception):
     """Base class of every error of this library. Its copies and pickles have the message and the attributes."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuilt, (type(self), self.args, vars(self))
-
-
-def _rebuilt(
-    kind: type[KernelCompatError], args: tuple[object, ...], attributes: dict[str, object]
-) -> KernelCompatError:
-    error = kind.__new__(kind, *args)
-    error.args = args
-    vars(error).update(attributes)
-    return error
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class KernelUnavailableError(KernelCompatError, ImportError, ValueError):

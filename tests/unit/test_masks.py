@@ -423,7 +423,7 @@ def test_a_bias_beside_packed_positions_is_refused() -> None:
     ("offsets", "longest", "says"), [([0, 2], 2, "don't end at 5"), ([0, 2, 5], 2, "is longer than")]
 )
 def test_offsets_that_leave_tokens_out_are_refused_in_training(offsets: list[int], longest: int, says: str) -> None:
-    """Kernels leave the output of such tokens unwritten, and their gradients."""
+    """Kernels don't write the output of such tokens, nor their gradients."""
     q, k, v = tensors(1, 5, 5)
     ends = torch.tensor(offsets, dtype=torch.int32)
     call = AttentionCall(q, k, v, True, lengths=PackedLengths(ends, ends, longest, longest))

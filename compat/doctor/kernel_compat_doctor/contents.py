@@ -68,7 +68,7 @@ def _module_files(module: str) -> list[Path]:
 
 
 def files_of(dist: Installed) -> Iterator[Finding]:
-    """Findings about its files: those that RECORD lists and aren't there, and modules that Python imports from elsewhere."""
+    """Findings about its files: files in RECORD that don't exist, and modules that Python imports from elsewhere."""
     command = reinstall(dist.name, dist.version)
     if dist.name == "flash-attn-cute":
         problem = "flash-attn-cute is an empty placeholder, not FlashAttention-4"

@@ -122,7 +122,7 @@ def _provider(provider: Provider, environment: Environment, declared: Features |
 
 
 def _as_document(finding: Finding) -> dict[str, Any]:
-    """A finding's attributes; of a dataclass also those that other packages' findings needn't have."""
+    """The attributes of a finding; of a dataclass all its fields, of which other packages' findings may lack some."""
     more: dict[str, Any] = fields_of(finding) if dataclasses.is_dataclass(finding) else {}
     return {**more, **{name: getattr(finding, name) for name in ("package", "file", "problem", "command", "breaks")}}
 

@@ -151,9 +151,8 @@ def _alike(first: Any, second: Any) -> bool:
             and len(first.co_consts) == len(second.co_consts)
             and all(map(_alike, first.co_consts, second.co_consts))
         )
-    if isinstance(first, str) and isinstance(
-        second, str
-    ):  # Python 3.10 has the qualified names of inner functions there
+    # Of inner functions, Python 3.10 has the qualified names there.
+    if isinstance(first, str) and isinstance(second, str):
         return first.rpartition("<locals>.")[2] == second.rpartition("<locals>.")[2]
     return type(first) is type(second) and bool(first == second)
 

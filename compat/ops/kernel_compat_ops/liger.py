@@ -247,7 +247,7 @@ def _binder(model: Any, chosen: Mapping[str, Any], explicit: Mapping[str, Any]) 
 
     Args:
         chosen: all options.
-        explicit: those that the caller passed: an option that is on and finds no part of the model is refused.
+        explicit: the options that the caller passed. One that is on and matches no part of the model is refused.
     """
     from .binder import Binder, refusal
 

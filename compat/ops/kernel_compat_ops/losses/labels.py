@@ -38,4 +38,4 @@ def require_in_range(labels: Tensor, classes: int, ignore_index: int) -> None:
         RuntimeError: on the CPU, a label is neither.
     """
     known = ((labels >= 0) & (labels < classes)) | (labels == ignore_index)
-    torch._assert_async(known.all(), f"a label is none of {classes} classes, nor ignore_index={ignore_index}")
+    torch._assert_async(known.all(), f"labels must be from 0 to {classes - 1}, or ignore_index={ignore_index}")
