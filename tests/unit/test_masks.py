@@ -13,7 +13,7 @@ from torch import Tensor
 from kernel_compat import UnsupportedFeatureError, known_kernels
 from kernel_compat.attention import boundaries, forward, mask_reduction
 from kernel_compat.attention import padding as padding_module
-from kernel_compat.attention.boundaries import Sequences, sequences_of_positions
+from kernel_compat.attention.boundaries import Sequences, find_packing, restarts_of, sequences_of_positions
 from kernel_compat.attention.call import AttentionCall, PackedLengths
 from kernel_compat.attention.forward_context import ForwardContext, within
 from kernel_compat.attention.layout import SequenceLayout
@@ -510,6 +510,20 @@ def test_one_row_of_positions_for_a_batch() -> None:
 )
 def test_positions_that_tell_of_no_packing(ids: Tensor, batch: int) -> None:
     assert packing(ids, batch, True) is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_packed"),
+    [
+        ([0, 1, 2, 0, 0, 1, 2], False),  # as generate() counts on behind a prompt that is padded on its right
+        ([0, 1, 2, 0, 0, 0, 1], True),  # a sequence that begins behind padding
+        ([0, 1, 4, 0, 0, 3, 4], True),  # a part of a sequence that was cut
+    ],
+)
+def test_positions_behind_padding(ids: list[int], is_packed: bool) -> None:
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1]])
+    restarts = restarts_of(torch.tensor([ids]), 1, 7, True)
+    assert (find_packing(mask, restarts).sequences is not None) is is_packed
 
 
 def test_positions_of_an_encoder_are_not_read_that_way() -> None:

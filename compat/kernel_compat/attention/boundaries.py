@@ -146,8 +146,10 @@ def find_packing(
     begins = follows & (mask != mask.gather(1, earlier))
     if restarts is not None:
         order, zero = restarts
+        # generate() counts on from the padding of a prompt that is padded on its right, whose positions are 0.
+        goes_on = ~valid.roll(1, 1) & (order == order.roll(1, 1) + 1)
         # Positions that are 0 throughout, as Decision Transformer's, separate nothing.
-        restarted = (zero & (order.amax(1, keepdim=True) > 0)) | (order < order.gather(1, earlier))
+        restarted = (zero & (order.amax(1, keepdim=True) > 0)) | ((order < order.gather(1, earlier)) & ~goes_on)
         begins = begins | (follows & restarted)
     if fixed or fixed_shapes(mask):
         require(
