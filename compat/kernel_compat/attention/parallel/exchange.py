@@ -1,0 +1,175 @@
+"""How the keys that a rank's queries see get to it: each rank sends every other one the tokens that it needs, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+from ...kernels.options import Lengths
+from .split import Interval, TokenSplit, joined, overlaps, size, within
+
+__all__ = ["Exchange", "Group", "exchanged", "plan_exchange"]
+
+
+class Group(NamedTuple):
+    """What one kernel call computes: parts of sequences whose queries this rank has, each with the keys that they see.
+
+    Attributes:
+        queries: (tokens,) int64, indices in the rank's flattened tokens; None for all of them in order.
+        keys: (tokens,) int64, indices in the received tokens; None likewise.
+        lengths: of the parts.
+        window: as the kernel takes it, which aligns the last query of a part with its last key.
+    """
+
+    queries: Tensor | None
+    keys: Tensor | None
+    lengths: Lengths
+    window: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """The keys that a rank sends and receives, and the calls that it computes with them.
+
+    Attributes:
+        sent: (tokens,) int64, indices in the rank's flattened tokens, by the rank that they go to.
+        sends, receives: the numbers of tokens that go to and come from each rank, itself included.
+        groups: the kernel calls. None of its parts has keys of another one's in the same group.
+    """
+
+    sent: Tensor
+    sends: list[int]
+    receives: list[int]
+    groups: tuple[Group, ...]
+
+
+class _Part(NamedTuple):
+    """Queries of one sequence that a rank has, the keys that they see, in the flattened batch, and the kernel's window."""
+
+    queries: Interval
+    keys: Interval
+    window: tuple[int, int]
+
+
+def plan_exchange(
+    split: TokenSplit,
+    sequences: Sequence[Interval],
+    batch: int,
+    rank: int,
+    pattern: tuple[bool, tuple[int, int]],
+    device: torch.device,
+) -> Exchange:
+    """The exchange of one rank, for layers of one causality and window.
+
+    Args:
+        sequences: in the flattened batch, sorted, each within a row. Tokens in none of them are padding.
+        pattern: the causality and the window.
+    """
+    held = [split.held(other, batch) for other in range(len(split.runs))]
+    parts = [[*_parts(tokens, sequences, *pattern)] for tokens in held]
+    needed = [joined(sorted(part.keys for part in some)) for some in parts]
+    goes = [within(held[rank], keys) for keys in needed]
+    comes = [within(tokens, needed[rank]) for tokens in held]
+    own = _Places(held[rank])
+    received = _Places(interval for some in comes for interval in some)
+    groups = tuple(_group(some, own, received, device) for some in _apart(parts[rank]))
+    sent = own.indices((interval for some in goes for interval in some), device)
+    return Exchange(sent, [size(some) for some in goes], [size(some) for some in comes], groups)
+
+
+def _parts(
+    held: Iterable[Interval], sequences: Sequence[Interval], causal: bool, window: tuple[int, int]
+) -> Iterator[_Part]:
+    """The parts of sequences among a rank's tokens."""
+    left, right = window
+    right = 0 if causal else right
+    for run in held:
+        for queries, (first, end) in overlaps(run, sequences):
+            start = first if left < 0 else max(first, queries[0] - left)
+            stop = end if right < 0 else min(end, queries[1] + right)
+            beyond = stop - queries[1]
+            limits = (-1 if left < 0 else left + beyond, -1 if right < 0 else right - beyond)
+            yield _Part(queries, (start, stop), limits)
+
+
+def _apart(parts: Iterable[_Part]) -> list[list[_Part]]:
+    """Parts in as few groups as possible, of one window each, without a key that two of a group see."""
+    groups: list[list[_Part]] = []
+    for part in parts:
+        for group in groups:
+            if group[-1].window == part.window and group[-1].keys[1] <= part.keys[0]:
+                group.append(part)
+                break
+        else:
+            groups.append([part])
+    return groups
+
+
+def _group(parts: Sequence[_Part], own: _Places, received: _Places, device: torch.device) -> Group:
+    lengths = [[stop - start for start, stop in some] for some in zip(*(part[:2] for part in parts), strict=True)]
+    offsets = [torch.tensor([0, *accumulate(some)], dtype=torch.int32, device=device) for some in lengths]
+    if lengths[0] == lengths[1]:  # torch 2.15 chooses its fastest backend by the identity of the two
+        offsets[1] = offsets[0]
+    indices = [
+        places.indices((part[side] for part in parts), device, whole=True)
+        for side, places in enumerate((own, received))
+    ]
+    return Group(*indices, Lengths(*offsets, max(lengths[0]), max(lengths[1])), parts[0].window)
+
+
+class _Places:
+    """Where the tokens of disjoint intervals are, one interval after the other."""
+
+    def __init__(self, intervals: Iterable[Interval]) -> None:
+        self._starts: dict[Interval, int] = {}
+        self._tokens = 0
+        for start, stop in intervals:
+            self._starts[start, stop] = self._tokens
+            self._tokens += stop - start
+        self._sorted = sorted(self._starts)
+
+    def indices(self, intervals: Iterable[Interval], device: torch.device, whole: bool = False) -> Any:
+        """(tokens,) int64, the places of the tokens of intervals; None, if `whole`, for all tokens in order."""
+        runs = []
+        for interval in intervals:
+            for (start, stop), bound in overlaps(interval, self._sorted):
+                first = self._starts[bound] + start - bound[0]
+                runs.append((first, first + stop - start))
+        if whole and joined(runs) == [(0, self._tokens)] and size(runs) == self._tokens:
+            return None
+        parts = [torch.arange(start, stop) for start, stop in runs]
+        return torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.int64, device=device)
+
+
+class _Exchanged(torch.autograd.Function):  # type: ignore[misc]
+    """The tokens that an exchange brings to this rank. Gradients of a token that several ranks have got are added in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, group: dist.ProcessGroup) -> Tensor:
+        ctx.exchange, ctx.group, ctx.tokens = exchange, group, x.shape[0]
+        return _all_to_all(x[exchange.sent], exchange.sends, exchange.receives, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        exchange = ctx.exchange
+        returned = _all_to_all(gradient.contiguous(), exchange.receives, exchange.sends, ctx.group)
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = returned.new_zeros((ctx.tokens, *returned.shape[1:]), dtype=wide)
+        return total.index_add_(0, exchange.sent, returned.to(wide)).to(gradient.dtype), None, None
+
+
+def exchanged(x: Tensor, exchange: Exchange, group: dist.ProcessGroup) -> Tensor:
+    """From a rank's flattened tokens (tokens, ...) to those that it receives, in the order of the ranks."""
+    return _Exchanged.apply(x, exchange, group)
+
+
+def _all_to_all(x: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:
+    received = collectives.all_to_all_single(x, receives, sends, group)
+    return received.wait() if isinstance(received, collectives.AsyncCollectiveTensor) else received
