@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         unregister_attention,
     )
     from .attention.names import AttentionName, ForwardSpec
+    from .attention.parallel.sharding import ContextParallel
     from .attention.protocols import AttentionForward, MaskFunction
     from .attention.sequence_parallel.ulysses import ulysses
     from .environment import Device, Environment
@@ -54,7 +55,13 @@ if TYPE_CHECKING:
 #: The modules that have the public names. Each is imported on first use, so that this import costs next to nothing.
 _HOMES = (
     *("errors", "environment", "patching.handle", "patching.seam", "patching.shim", "kernels", "api"),
-    *("patching.report", "attention.names", "attention.protocols", "attention.sequence_parallel.ulysses"),
+    *(
+        "patching.report",
+        "attention.names",
+        "attention.protocols",
+        "attention.parallel.sharding",
+        "attention.sequence_parallel.ulysses",
+    ),
     "policy.torch_backend",
 )
 
@@ -62,6 +69,7 @@ __all__ = [
     "AttentionForward",
     "AttentionName",
     "AttentionRefusedError",
+    "ContextParallel",
     "Device",
     "Environment",
     "Features",

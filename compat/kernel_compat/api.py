@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
+    from .attention.parallel.sharding import ContextParallel
+
 __all__ = [
     "Report",
     "attention_function",
@@ -173,6 +175,7 @@ def register_attention(
     mask: MaskFunction | None = None,
     *,
     sequence_parallel: ProcessGroup | DeviceMesh | Callable[[], Any] | bool | None = False,
+    context_parallel: ContextParallel | None = None,
     padding_free: bool = False,
     override: bool = False,
     **deprecated: Unpack[_Deprecated],
@@ -204,6 +207,8 @@ def register_attention(
             at each call, or True for the default group, which need not be there yet: `ulysses` is put around the forward, and the
             library's mask function gathers the slices of a padding mask. One of your own must make masks of the full sequence.
             Where the function returns None, the call isn't spread. False for none.
+        context_parallel: the ranks that sequences are spread over, each with the keys that its queries see: for any number of ranks,
+            also more than there are heads. The batch is split by its `ContextParallel.shard`. None for none.
         padding_free: models under the name compute padded batches without their padding, as by
             `kernel_compat.models.padding_free`. A model for which that is wrong is refused when it is loaded.
         override: allow a name that transformers owns, or that is registered already.
@@ -214,7 +219,7 @@ def register_attention(
         TypeError: `name` is not a string, `forward` or `mask` is not callable, `kernel` is no kernel, there is neither a
             kernel nor a forward, or `sequence_parallel` is no group that this rank is in.
         ValueError: `name` is empty, malformed, taken, or `kernel` is an unknown name; `forward` has features of unknown names, or
-            without a function; or `padding_free` beside `forward` or `sequence_parallel`.
+            without a function; or `padding_free` or `context_parallel` beside `forward` or `sequence_parallel`.
     """
     spec = _with_deprecated(name, forward, dict(deprecated))
     if kernel is None and spec.function is None:
@@ -227,6 +232,8 @@ def register_attention(
         )
         warnings.warn(message, RenamedWarning, stacklevel=2)
         sequence_parallel = True
+    if context_parallel is not None and (sequence_parallel is not False or spec.function is not None):
+        raise ValueError("context_parallel is that of a kernel, beside neither a forward nor sequence_parallel")
     features = None if spec.features is None else Features.of(spec.features)
     entry = AttentionName(
         name,
@@ -237,7 +244,7 @@ def register_attention(
         handles_context_parallel=spec.handles_context_parallel,
         padding_free=padding_free,
         features=features,
-        spread_over=None if sequence_parallel is False else sequence_parallel,
+        spread_over=context_parallel if sequence_parallel is False else sequence_parallel,
     )
     defaults.registry.register(entry)
 
@@ -298,17 +305,12 @@ def attention_function(name: str) -> AttentionForward:
     Raises:
         ValueError: `name` is neither a kernel nor registered.
     """
-    from .attention.forward import attention_forward
+    from .attention.tables import forward_of
 
     entry = _entry_of(name)
     if reason := unsupported_because(Environment.detect()):
         return refusing(partial(refusal, name, reason))
-    forward = entry.forward or attention_forward(entry.kernel, entry.name)
-    if entry.spread_over is None:
-        return forward
-    from .attention.sequence_parallel.ulysses import ulysses
-
-    return ulysses(forward, entry.spread_over)
+    return forward_of(entry)
 
 
 def mask_function(name: str) -> MaskFunction:

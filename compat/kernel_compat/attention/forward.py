@@ -48,14 +48,21 @@ class _Omitted:
 _OMITTED: Any = _Omitted()
 
 
-def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) -> Callable[..., tuple[Tensor, None]]:
+def attention_forward(
+    kernel: Kernel,
+    name: str,
+    records_masks: bool = False,
+    attend: Callable[[Kernel, AttentionCall], Tensor] | None = None,
+) -> Callable[..., tuple[Tensor, None]]:
     """The attention function that transformers calls for a registered name.
 
     Args:
         kernel: what computes it; loaded at the first call.
         name: for error messages.
         records_masks: whether the name's mask function is `attention_mask_function`, which records every mask, None included.
+        attend: computes calls but those with a paged cache; None for `flash_attention`.
     """
+    attend = attend or flash_attention
 
     def forward(
         module: torch.nn.Module,
@@ -124,7 +131,7 @@ def attention_forward(kernel: Kernel, name: str, records_masks: bool = False) ->
             return paged_layout(call, paging, functions, kernel.name).attend(functions, call), None
         if attention_mask is None and cu_seq_lens_q is None:
             _require_mask(module, call, records_masks)
-        return flash_attention(kernel, call), None
+        return attend(kernel, call), None
 
     forward.__name__ = forward.__qualname__ = f"attention_forward[{name}]"
     return forward

@@ -12,8 +12,9 @@ from ..environment import Environment
 from ..errors import RenamedWarning
 from ..kernels import Features, Kernel
 from ..versions import within
+from .parallel.groups import default_group, group_source
+from .parallel.sharding import ContextParallel
 from .protocols import AttentionForward, MaskFunction
-from .sequence_parallel.ulysses import default_group, group_source
 
 __all__ = ["UPSTREAM", "AttentionName", "ForwardSpec", "check_name", "upstream_owner"]
 
@@ -73,7 +74,7 @@ class AttentionName:
         handles_context_parallel: whether it is right under context parallelism.
         padding_free: whether models under it compute padded batches without their padding.
         features: those declared of the forward; None for the kernel's.
-        spread_over: the group that `ulysses` is put around the forward for, as it takes it; None for none.
+        spread_over: a `ContextParallel`; or the group that `ulysses` is put around the forward for, as it takes it; None for none.
     """
 
     name: str
@@ -95,6 +96,8 @@ class AttentionName:
     @property
     def group(self) -> Any:
         """The group that the tokens of a sequence may be spread over, as `ulysses` takes it; None for none."""
+        if isinstance(self.spread_over, ContextParallel):
+            return self.spread_over.source
         return self.spread_over if self.spread_over is not None else getattr(self.forward, "ulysses_group", None)
 
     @property

@@ -19,8 +19,8 @@ from ..patching.swap import Change, make, undo
 from ..releases import TRANSFORMERS, minors
 from ..versions import counted, minor, within
 from .names import AttentionName, check_name, upstream_owner
+from .parallel.groups import group_source
 from .roles import IMPLEMENTATION
-from .sequence_parallel.ulysses import group_source
 from .unsupported import checks, refusal, refusing, unsupported_because
 
 __all__ = ["TESTED_TRANSFORMERS", "AttentionRegistry"]
@@ -90,7 +90,7 @@ class AttentionRegistry:
                 "padding_free computes packed sequences, which nothing says of a forward of your own or under sequence parallelism"
             )
         if entry.spread_over is not None:
-            group_source(entry.spread_over)
+            group_source(entry.group)
         with self._lock:
             previous = self._names.get(name)
             if not entry.override:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,22 +36,34 @@ __all__ = ["layout_of", "paged_layout"]
 _Pattern = tuple[bool, tuple[int, int], int]
 
 
-def layout_of(call: AttentionCall, functions: Functions, context: ForwardContext | None) -> SequenceLayout:
+def layout_of(
+    call: AttentionCall,
+    functions: Functions,
+    context: ForwardContext | None,
+    spread: Callable[[SequenceLayout, AttentionCall], SequenceLayout] | None = None,
+) -> SequenceLayout:
     """The layout of a call: found once for a forward and a type of layer, as long as nothing writes into the tensors it is found in.
 
     Args:
         context: the forward in progress.
+        spread: makes the layout of a rank's share of the tokens of that of all tokens, whose call this is.
 
     Raises:
         UnsupportedFeatureError: the kernel can't compute it.
         ValueError: the arguments contradict each other.
     """
+
+    def find() -> SequenceLayout:
+        layout = _find(call, functions, context)
+        return layout if spread is None else spread(layout, call)
+
     key = None if context is None else _key(call, functions, context)
     if context is None or key is None:
-        return _find(call, functions, context)
+        return find()
+    key = (*key, spread is not None)
     if (known := context.layouts.get(key)) is None:
         # What it was found in is kept, too: an id is unique only as long as its object lives.
-        known = context.layouts[key] = (_find(call, functions, context), _deciding(call))
+        known = context.layouts[key] = (find(), _deciding(call))
     return known[0]
 
 

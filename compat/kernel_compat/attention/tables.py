@@ -15,11 +15,13 @@ from ..patching.swap import Change
 from .forward import attention_forward
 from .mask_function import attention_mask_function, plain_mask_function
 from .names import AttentionName
+from .parallel.sharding import ContextParallel
+from .parallel.spread import over_ranks
 from .roles import KEY_OFFSETS, WINDOW
 from .sequence_parallel.ulysses import gathering_mask_function, spread
 from .unsupported import refusing
 
-__all__ = ["changes_of", "mask_function_of", "tables", "taken_by"]
+__all__ = ["changes_of", "forward_of", "mask_function_of", "tables", "taken_by"]
 
 
 def changes_of(entry: AttentionName, unprotected: UnprotectedError | None = None) -> list[Change]:
@@ -31,19 +33,28 @@ def changes_of(entry: AttentionName, unprotected: UnprotectedError | None = None
     functions, masks = tables()
     if unprotected is not None:
         return [Change(table, entry.name, refusing(unprotected.again)) for table in (functions, masks)]
-    in_ranks = entry.spread_over is not None
     mask = mask_function_of(entry)
-    forward = entry.forward or attention_forward(entry.kernel, entry.name, entry.mask is None)
-    if in_ranks:
-        gathered = entry.forward or attention_forward(entry.kernel, entry.name)
-        forward = spread(gathered, forward, entry.spread_over)
-    values = {entry.name: forward}
+    values: dict[str, Any] = {entry.name: forward_of(entry, entry.mask is None)}
     # A forward of the user's own isn't bypassed by upstream's, nor is `ulysses`: they have no paged alias.
-    if entry.forward is None and not in_ranks and "paged|flash_attention_2" in functions:
+    if entry.forward is None and entry.spread_over is None and "paged|flash_attention_2" in functions:
         values[f"paged|{entry.name}"] = _paged_forward(entry)
     return [Change(functions, key, forward) for key, forward in values.items()] + [
         Change(masks, key, mask) for key in values
     ]
+
+
+def forward_of(entry: AttentionName, records_masks: bool = False) -> Callable[..., Any]:
+    """The attention function of a name.
+
+    Args:
+        records_masks: as `attention_forward` takes it, for calls that aren't spread over ranks.
+    """
+    alone = entry.forward or attention_forward(entry.kernel, entry.name, records_masks)
+    if entry.spread_over is None:
+        return alone
+    if isinstance(entry.spread_over, ContextParallel):
+        return over_ranks(entry.kernel, entry.name, alone, entry.spread_over)
+    return spread(entry.forward or attention_forward(entry.kernel, entry.name), alone, entry.spread_over)
 
 
 def mask_function_of(entry: AttentionName) -> Callable[..., Any]:

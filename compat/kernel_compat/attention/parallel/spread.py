@@ -1,20 +1,34 @@
-"""The layout of sequences that are spread over ranks."""
+"""Attention of a rank's tokens, with the keys of all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...kernels import Functions
-from ..call import AttentionCall
-from ..layout import SequenceLayout
-from .exchange import Exchange, exchanged
+from ...errors import UnsupportedFeatureError
+from ...kernels import Functions, Kernel
+from ...kernels.memo import fixed_shapes
+from ..boundaries import offsets_on_host
+from ..call import AttentionCall, check_heads
+from ..forward import attention_forward
+from ..forward_context import current_context
+from ..layout import PackedLayout, SequenceLayout
+from ..resolution import layout_of
+from ..roles import KEY_OFFSETS, QUERY_OFFSETS
+from ..sequence_parallel.checks import on_every_rank
+from ..tensors import require
+from .exchange import Exchange, exchanged, plan_exchange
+from .sharding import ContextParallel
+from .split import Interval
 
-__all__ = ["SpreadLayout"]
+__all__ = ["SpreadLayout", "over_ranks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,3 +71,168 @@ class _Joined(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         return gradient, *(torch.zeros_like(x) for x in ctx.saved_tensors)
+
+
+def over_ranks(kernel: Kernel, name: str, alone: Callable[..., Any], over: ContextParallel) -> Callable[..., Any]:
+    """The attention function of a name whose sequences are spread over ranks.
+
+    Args:
+        alone: computes calls that aren't spread: without a group, in one of one rank, and with ``skip_sequence_parallel=True`` or
+            VeOmni's ``skip_ulysses=True``.
+    """
+    spread = attention_forward(kernel, name, attend=_attend(over))
+
+    def forward(*args: Any, skip_sequence_parallel: bool = False, skip_ulysses: bool = False, **kwargs: Any) -> Any:
+        group = over.source()
+        if skip_sequence_parallel or skip_ulysses or group is None or dist.get_world_size(group) == 1:
+            return alone(*args, **kwargs)
+        return spread(*args, **kwargs)
+
+    forward.__name__ = forward.__qualname__ = spread.__name__
+    return forward
+
+
+def _attend(over: ContextParallel) -> Callable[[Kernel, AttentionCall], Tensor]:
+    """`forward.flash_attention` for the tokens of one of several ranks."""
+    # The first call waits for the device in its checks, and the ranks exchange the result, as in `ulysses`.
+    is_first = True
+
+    def attend(kernel: Kernel, call: AttentionCall) -> Tensor:
+        nonlocal is_first
+        group, functions = over.source(), kernel.load()
+        assert group is not None
+        share = _Share(
+            over, group, dist.get_world_size(group), dist.get_rank(group), is_first and not fixed_shapes(call.query)
+        )
+        if share.wait:
+            layout = on_every_rank(
+                partial(share.layout, functions, call), call.query.transpose(1, 2), group, share.ranks
+            )
+            is_first = False
+        else:
+            layout = share.layout(functions, call)
+        return layout.attend(functions, call)
+
+    return attend
+
+
+@dataclass(frozen=True)
+class _Share:
+    """One rank of a group.
+
+    Attributes:
+        wait: whether checks synchronise with the device and raise.
+    """
+
+    over: ContextParallel
+    group: dist.ProcessGroup
+    ranks: int
+    rank: int
+    wait: bool
+
+    def layout(self, functions: Functions, call: AttentionCall) -> SequenceLayout:
+        """The layout of the rank's tokens in a call.
+
+        Raises:
+            UnsupportedFeatureError: the call can't be spread.
+            ValueError: its arguments contradict each other, or aren't those of all tokens.
+        """
+        if call.bias is not None:
+            raise _unsupported("a bias of the scores (position_bias)", "Use sequence_parallel=None.")
+        (batch, length, heads), kv_length = call.query.shape[:3], call.key.shape[1]
+        check_heads(heads, call.key.shape[2], call.sinks)
+        if kv_length != length:
+            raise _unsupported(f"{kv_length} keys beside {length} queries, as with a cache", "Pass use_cache=False.")
+        context = current_context()
+        lengths, positions = call.lengths, call.positions
+        if context is not None and context.covers(batch, length, kv_length, causal=True):
+            lengths = context.arguments.lengths if lengths is None else lengths
+            positions = context.arguments.positions if positions is None else positions
+        tokens = self.ranks * length
+        query, key, value = (
+            x.new_empty(1).expand(batch, tokens, *x.shape[2:]) for x in (call.query, call.key, call.value)
+        )
+        whole = call._replace(query=query, key=key, value=value, lengths=lengths, positions=None, sinks=None)
+        if whole.mask is not None:
+            whole = whole._replace(mask=self._in_order(whole.mask, batch, tokens))
+        return layout_of(whole, functions, context, partial(self._spread, positions))
+
+    def _in_order(self, mask: Tensor, batch: int, tokens: int) -> Tensor:
+        if mask.ndim != 2 or mask.shape[1] != tokens:
+            raise _unsupported(
+                f"a mask of shape {tuple(mask.shape)} for a sequence of {tokens}",
+                "Pass the whole batch through ContextParallel.shard.",
+            )
+        return self.over.in_order(mask, _rows(batch, tokens), self.ranks)
+
+    def _spread(self, positions: Tensor | None, layout: SequenceLayout, call: AttentionCall) -> SpreadLayout:
+        """The rank's share of a layout of all tokens."""
+        batch, tokens = call.query.shape[:2]
+        rows = _rows(batch, tokens)
+        sequences = rows
+        if type(layout) is PackedLayout:
+            sequences = _sequences_of(layout, batch * tokens)
+        elif type(layout) is not SequenceLayout:
+            raise _unsupported(
+                "a mask besides padding, causality and a window", "Pass packed sequences by their lengths."
+            )
+        if self.over.split == "balanced" and call.lengths is None:
+            split = self.over.split_of(rows, tokens, self.ranks)  # a mask of a rank's slice says nothing of the others'
+        else:
+            split = self.over.split_of(sequences, tokens, self.ranks)
+        held = [column for start, stop in split.held(self.rank, batch) for column in range(start, stop)]
+        if positions is not None and layout.causal:
+            self._require_positions(positions, held, sequences, batch, tokens)
+        pattern = (layout.causal, layout.window)
+        exchange = plan_exchange(split, sequences, batch, self.rank, pattern, call.query.device)
+        return SpreadLayout(*pattern, tokens, exchange, self.group)
+
+    def _require_positions(
+        self, positions: Tensor, held: list[int], sequences: list[Interval], batch: int, tokens: int
+    ) -> None:
+        """Check that position ids are those of the rank's tokens: a model's default begins at 0 on every rank."""
+        if positions.ndim == 3 and positions.shape[0] == 4:
+            positions = positions[0]  # Qwen2-VL: those in the text
+        if positions.ndim != 2 or positions.shape[0] not in (1, batch):
+            return
+        first = torch.zeros(batch * tokens, dtype=torch.int64)
+        inside = torch.zeros(batch * tokens, dtype=torch.bool)
+        for start, stop in sequences:
+            first[start:stop], inside[start:stop] = start, True
+        at = torch.tensor(held)
+        columns, counts = (x.view(batch, -1).to(positions.device) for x in (at % tokens, at - first[at]))
+        known = inside[at].view(batch, -1).to(positions.device)
+        holds = ((positions == counts) | ~known).all() | ((positions == columns) | ~known).all()
+        require(
+            holds,
+            f"position_ids on rank {self.rank} are not those of its tokens. Pass the whole batch through ContextParallel.shard, or "
+            "positions that are sliced as the tokens are (by default they begin at 0 on every rank)",
+            self.wait,
+        )
+
+
+def _rows(batch: int, tokens: int) -> list[Interval]:
+    return [(row * tokens, (row + 1) * tokens) for row in range(batch)]
+
+
+def _sequences_of(layout: PackedLayout, tokens: int) -> list[Interval]:
+    """The sequences of a layout as intervals of the flattened tokens. Synchronises once a forward."""
+    queries, keys = layout.queries, layout.keys
+    if keys.cu_seqlens is not queries.cu_seqlens or keys.interior_padding:
+        raise _unsupported("queries and keys of other sequences, or padding between tokens", "Pass them as rows.")
+    if fixed_shapes(queries.cu_seqlens):
+        raise _unsupported("packed sequences in fixed shapes", "Don't compile the model, or pass rows without padding.")
+    offsets = offsets_on_host(queries.cu_seqlens)
+    if queries.indices is not None:
+        starts = queries.indices[queries.cu_seqlens[:-1].long().clamp(max=len(queries.indices) - 1)].tolist()
+        return [(start, start + b - a) for start, (a, b) in zip(starts, pairwise(offsets), strict=True) if a < b]
+    if offsets[-1] != tokens:
+        raise ValueError(
+            f"{QUERY_OFFSETS.named()} and {KEY_OFFSETS.named()} end at {offsets[-1]}, and all ranks have {tokens} tokens: pass those of "
+            "all tokens, padding as a sequence of its own"
+        )
+    return [(a, b) for a, b in pairwise(offsets) if a < b]
+
+
+def _unsupported(feature: str, advice: str) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(feature, "context parallelism", advice)

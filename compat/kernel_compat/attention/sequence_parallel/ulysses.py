@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
+from ..parallel.groups import group_source
 from ..protocols import AttentionForward
 from ..roles import LENGTHS, MASK, POSITIONS
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from ..forward_context import ForwardContext
 
-__all__ = ["gathering_mask_function", "group_source", "ulysses"]
+__all__ = ["gathering_mask_function", "spread", "ulysses"]
 
 
 def ulysses(
@@ -170,44 +171,3 @@ def _slice_of(mask: Tensor | None, length: int, ranks: int, rank: int) -> Tensor
     if mask is not None and getattr(mask, "ndim", 0) == 2 and mask.shape[1] == ranks * length:
         return mask[:, rank * length : (rank + 1) * length]
     return mask
-
-
-def group_source(group: Any) -> Callable[[], ProcessGroup | None]:
-    """A function that returns the process group of `ulysses` at each call, None for none; raises as `process_group`."""
-    if group is None or group is True:
-        return default_group
-    if callable(group) and not hasattr(group, "get_group"):
-        return lambda: None if (current := group()) is None else process_group(current)
-    fixed = process_group(group)
-    return lambda: fixed
-
-
-def default_group() -> ProcessGroup:
-    """The default process group; raises ValueError if there is none yet."""
-    from torch.distributed import group
-
-    if group.WORLD is None:
-        raise ValueError(
-            "sequence parallelism over the default process group, which has not been initialized: call "
-            "torch.distributed.init_process_group first"
-        )
-    return group.WORLD
-
-
-def process_group(group: Any) -> ProcessGroup:
-    """The process group of a group or a mesh of one dimension.
-
-    Raises:
-        TypeError: it is neither: also the value that ``new_group`` returns on a rank outside of the group.
-    """
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
-    if not isinstance(group, ProcessGroup):
-        raise TypeError(
-            "a group is a torch.distributed ProcessGroup that this rank is in, a DeviceMesh of one dimension, a function "
-            f"that returns one of these, or None, not {group!r}"
-        )
-    return group
