@@ -23,6 +23,7 @@ from ..layout import PackedLayout, SequenceLayout
 from ..resolution import layout_of
 from ..roles import KEY_OFFSETS, QUERY_OFFSETS
 from ..sequence_parallel.checks import on_every_rank
+from ..sequence_parallel.ulysses import slice_of
 from ..tensors import require
 from .exchange import Exchange, exchanged, plan_exchange
 from .sharding import ContextParallel
@@ -77,16 +78,30 @@ def over_ranks(kernel: Kernel, name: str, alone: Callable[..., Any], over: Conte
     """The attention function of a name whose sequences are spread over ranks.
 
     Args:
-        alone: computes calls that aren't spread: without a group, in one of one rank, and with ``skip_sequence_parallel=True`` or
-            VeOmni's ``skip_ulysses=True``.
+        alone: computes calls without a group. In one of one rank, and with ``skip_sequence_parallel=True`` or VeOmni's
+            ``skip_ulysses=True``, a rank attends to its own tokens.
     """
-    spread = attention_forward(kernel, name, attend=_attend(over))
+    spread, within_rank = attention_forward(kernel, name, attend=_attend(over)), attention_forward(kernel, name)
 
-    def forward(*args: Any, skip_sequence_parallel: bool = False, skip_ulysses: bool = False, **kwargs: Any) -> Any:
+    def forward(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        skip_sequence_parallel: bool = False,
+        skip_ulysses: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         group = over.source()
-        if skip_sequence_parallel or skip_ulysses or group is None or dist.get_world_size(group) == 1:
-            return alone(*args, **kwargs)
-        return spread(*args, **kwargs)
+        if group is None:
+            return alone(module, query, key, value, attention_mask, **kwargs)
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        if ranks > 1 and not (skip_sequence_parallel or skip_ulysses):
+            return spread(module, query, key, value, attention_mask, **kwargs)
+        attention_mask = slice_of(attention_mask, key.shape[2], ranks, rank)
+        return within_rank(module, query, key, value, attention_mask, **kwargs)
 
     forward.__name__ = forward.__qualname__ = spread.__name__
     return forward

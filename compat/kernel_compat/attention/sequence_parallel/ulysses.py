@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ..forward_context import ForwardContext
 
-__all__ = ["gathering_mask_function", "spread", "ulysses"]
+__all__ = ["gathering_mask_function", "slice_of", "spread", "ulysses"]
 
 
 def ulysses(
@@ -91,7 +91,7 @@ def spread(forward: AttentionForward, alone: AttentionForward, group: Any) -> At
         if ranks == 1:
             return forward(module, query, key, value, attention_mask, **kwargs)
         if skip_sequence_parallel or skip_ulysses:
-            return forward(module, query, key, value, _slice_of(attention_mask, key.shape[2], ranks, rank), **kwargs)
+            return forward(module, query, key, value, slice_of(attention_mask, key.shape[2], ranks, rank), **kwargs)
 
         batch, heads, length = query.shape[:3]
         context = current_context()
@@ -166,7 +166,7 @@ def _with_model_arguments(kwargs: dict[str, Any], context: ForwardContext) -> di
     return {**kwargs, **missing}
 
 
-def _slice_of(mask: Tensor | None, length: int, ranks: int, rank: int) -> Tensor | None:
+def slice_of(mask: Tensor | None, length: int, ranks: int, rank: int) -> Tensor | None:
     """The rank's own slice of a padding mask that was gathered; other masks as they are."""
     if mask is not None and getattr(mask, "ndim", 0) == 2 and mask.shape[1] == ranks * length:
         return mask[:, rank * length : (rank + 1) * length]

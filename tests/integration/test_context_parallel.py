@@ -1,0 +1,56 @@
+"""Context parallelism on 2, 3 and 5 processes, compared with one: the loss, logits, and gradients summed over the ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded import CASES, cases, judged, start
+from tiny import NAME
+
+pytestmark = pytest.mark.usefixtures("installed_for_all")
+
+#: Numbers that divide neither the heads nor the length; the second has more ranks than key heads.
+RANKS = [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module", params=RANKS)
+def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Run all cases once; the tests compare their results."""
+    return start(folder, request.param)
+
+
+@cache
+def expected(folder: Path, name: str) -> Any:
+    return judged(CASES[name], NAME, folder)
+
+
+@pytest.mark.parametrize("name", cases())
+def test_same_numbers_as_one_process(results: dict[str, Any], folder: Path, name: str) -> None:
+    loss, logits, gradients = results[name]
+    expected_loss, expected_logits, expected_gradients = expected(folder, name)
+    # Gemma's norms multiply in float32, and sum the gradients of their weights in it.
+    allowed = 1e-6 if name == "softcap" else 1e-9
+    torch.testing.assert_close(loss, expected_loss, rtol=allowed, atol=0)
+    torch.testing.assert_close(logits, expected_logits, rtol=allowed, atol=allowed)
+    assert gradients.keys() == expected_gradients.keys()
+    for parameter, gradient in expected_gradients.items():
+        assert (gradients[parameter] - gradient).norm() <= allowed * gradient.norm(), parameter
+
+
+def test_refused_on_every_rank(results: dict[str, Any]) -> None:
+    """No rank waits for another that has raised."""
+    for rank, messages in enumerate(results["refused"]):
+        own = f"position_ids on rank {rank} are not those of its tokens"
+        assert (own if rank else "of the group refuses this call") in messages["default positions"]
+        assert "a mask of shape (1, 1, 8, 8)" in messages["4D mask"]
+        assert "9 keys beside 1 queries, as with a cache" in messages["a cache"]
+        assert float(messages["skipped"]) == 0

@@ -1,0 +1,203 @@
+"""Tiny models over batches that `ContextParallel` spreads over processes, and over the same batches in one process.
+
+As a program: `sharded.py FOLDER RANKS` runs all cases on a number of processes, and saves the results in FOLDER.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+import transformers
+from ranks import EXPERTS, KERNEL
+from tiny import CAUSAL_LMS, TRANSFORMERS, VOCAB, load, saved
+from torch import Tensor
+
+import kernel_compat
+from kernel_compat import ContextParallel
+
+NAMES = {"balanced": "my_flash_balanced", "contiguous": "my_flash_contiguous"}
+ALONE = "my_flash_alone"
+#: No number of ranks divides it: rows are padded.
+LENGTH = 29
+#: Of packed sequences; those of a second row begin elsewhere.
+EDGES = ([0, 5, 7, 20, LENGTH], [0, 1, 16, 19, LENGTH])
+
+
+@dataclass
+class Case:
+    """A batch of a model, and how it is described."""
+
+    model: str
+    rows: int = 1
+    padded: bool = False
+    packed: str = ""
+    split: str = "balanced"
+    checkpointed: bool = False
+
+    def batch(self) -> dict[str, Any]:
+        """The whole batch, with labels of the tokens that follow one of their sequence."""
+        torch.manual_seed(0)
+        ids = torch.randint(3, VOCAB, (self.rows, LENGTH))
+        labels, batch = ids.clone(), {"input_ids": ids}
+        if self.padded:
+            mask = torch.ones_like(ids)
+            mask[0, 20:], mask[-1, :7] = 0, 0
+            first = mask.cumsum(1) == 1
+            labels[(mask == 0) | first] = -100
+            batch |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        if self.packed:
+            positions = [torch.cat([torch.arange(b - a) for a, b in pairwise(EDGES[row])]) for row in range(self.rows)]
+            batch["position_ids"] = torch.stack(positions)
+            labels[batch["position_ids"] == 0] = -100
+        if self.packed == "lengths":
+            edges = [row * LENGTH + edge for row in range(self.rows) for edge in EDGES[row][:-1]]
+            offsets = torch.tensor([*edges, self.rows * LENGTH], dtype=torch.int32)
+            batch |= {
+                "cu_seq_lens_q": offsets,
+                "cu_seq_lens_k": offsets,
+                "max_length_q": LENGTH,
+                "max_length_k": LENGTH,
+            }
+        return {**batch, "labels": labels}
+
+
+CASES = {
+    "causal": Case("llama_gqa", rows=2),
+    "contiguous": Case("llama_gqa", rows=2, split="contiguous"),
+    "padded": Case("llama_gqa", rows=2, padded=True),
+    "packed by positions": Case("llama_gqa", packed="positions"),
+    "packed by lengths": Case("llama_gqa", rows=2, packed="lengths"),
+    "checkpointed": Case("llama_gqa", packed="positions", checkpointed=True),
+    "a window": Case("mistral_window", rows=2, padded=True),
+    "a window, packed": Case("qwen2_window", packed="positions", split="contiguous"),
+    "softcap": Case("gemma2_softcap", rows=2),
+    "sinks": Case("gpt_oss_sinks", rows=2),
+    "smaller value heads": Case("deepseek_value_dim", rows=2),
+}
+
+
+def cases() -> dict[str, Case]:
+    """The cases whose models this transformers has."""
+    return {name: case for name, case in CASES.items() if case.model in CAUSAL_LMS}
+
+
+def judged(case: Case, name: str, models: Path, over: ContextParallel | None = None) -> tuple[Tensor, Tensor, Any]:
+    """The loss, the logits of the whole batch and the gradients; under `over` each rank's share of the first and the last."""
+    options = {"experts_implementation": "eager"} if case.model in EXPERTS and TRANSFORMERS.release >= (5,) else {}
+    model = load(saved(models, case.model), name, **options).to(torch.float64)
+    if case.checkpointed:
+        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    batch = case.batch()
+    targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    inputs = {**batch, "shift_labels": targets} if over is None else over.shard(batch)
+    targets = inputs.pop("shift_labels")
+    del inputs["labels"]
+    logits = model(**inputs, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100
+    )
+    loss.backward()
+    gradients = {key: p.grad if p.grad is not None else torch.zeros_like(p) for key, p in model.named_parameters()}
+    whole = logits.detach() if over is None else over.unshard(logits, inputs)[:, :LENGTH]
+    return loss.detach(), whole * batch.get("attention_mask", torch.ones(case.rows, LENGTH))[..., None], gradients
+
+
+def start(folder: Path, ranks: int) -> dict[str, Any]:
+    """Run this program; returns its results."""
+    for case in cases().values():
+        saved(folder, case.model)
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder), str(ranks)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    results: dict[str, Any] = torch.load(folder / f"sharded-{ranks}.pt", weights_only=False)
+    return results
+
+
+def work(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    over = {split: ContextParallel(split=split) for split in NAMES}  # type: ignore[arg-type]
+    for split, name in NAMES.items():  # before the process group exists
+        kernel_compat.register_attention(name, KERNEL, context_parallel=over[split])
+    assert kernel_compat.install().ok
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/sharded-{ranks}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=120),
+    )
+    results: dict[str, Any] = {}
+    for name, case in cases().items():
+        try:
+            loss, logits, gradients = judged(case, NAMES[case.split], folder, over[case.split])
+        except Exception as error:
+            raise RuntimeError(f"the case {name!r}") from error
+        results[name] = summed(loss), logits, {key: summed(gradient) for key, gradient in gradients.items()}
+    results["refused"] = [None] * ranks
+    dist.all_gather_object(results["refused"], refused(folder, rank))
+    if rank == 0:
+        torch.save(results, folder / f"sharded-{ranks}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def summed(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    dist.all_reduce(x)
+    return x
+
+
+def refused(folder: Path, rank: int) -> dict[str, str]:
+    """The messages of calls that can't be spread, each the first of its name; and what is computed without the other ranks."""
+    messages = {}
+    ids = torch.arange(3, 11)[None]
+    positions = torch.arange(8)[None] + 8 * rank
+    local = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    for what, given in {
+        "default positions": {},
+        "4D mask": {"attention_mask": local, "position_ids": positions},
+    }.items():
+        name = f"my_flash_{what.replace(' ', '_')}"
+        kernel_compat.register_attention(name, KERNEL, context_parallel=ContextParallel(split="contiguous"))
+        model = load(saved(folder, "llama_gqa"), name)
+        try:
+            model(input_ids=ids, **given, use_cache=False)
+        except (ValueError, kernel_compat.UnsupportedFeatureError) as error:
+            messages[what] = str(error)
+    model = load(saved(folder, "llama_gqa"), NAMES["contiguous"])
+    cache = model(input_ids=ids, position_ids=positions, use_cache=True).past_key_values
+    try:
+        model(input_ids=ids[:, :1], position_ids=positions[:, :1] + 8, past_key_values=cache)
+    except (ValueError, kernel_compat.UnsupportedFeatureError) as error:
+        messages["a cache"] = str(error)
+    kernel_compat.register_attention(ALONE, KERNEL)
+    alone = load(saved(folder, "llama_gqa"), ALONE)
+    with torch.no_grad():
+        ours = model(input_ids=ids, use_cache=False, skip_sequence_parallel=True).logits
+        messages["skipped"] = str(float((ours - alone(input_ids=ids, use_cache=False).logits).abs().max()))
+    return messages
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    target, count = Path(sys.argv[1]), int(sys.argv[2])
+    # Forked, so that torch and transformers are imported once.
+    torch.multiprocessing.start_processes(work, (count, target), count, start_method="fork")
