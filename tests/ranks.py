@@ -25,7 +25,7 @@ from torch import Tensor
 
 import kernel_compat
 from kernel_compat.attention.forward import attention_forward
-from kernel_compat.attention.sequence_parallel.ulysses import gathering_mask_function
+from kernel_compat.attention.parallel.ulysses import gathering_mask_function
 
 KERNEL = "flash_attention_reference"
 #: Names of the kernel: over all ranks, over the ranks of a mesh, without all-to-alls, and with a user's forward.

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     )
     from .attention.names import AttentionName, ForwardSpec
     from .attention.parallel.sharding import ContextParallel
+    from .attention.parallel.ulysses import ulysses
     from .attention.protocols import AttentionForward, MaskFunction
-    from .attention.sequence_parallel.ulysses import ulysses
     from .environment import Device, Environment
     from .errors import (
         AttentionRefusedError,
@@ -60,7 +60,7 @@ _HOMES = (
         "attention.names",
         "attention.protocols",
         "attention.parallel.sharding",
-        "attention.sequence_parallel.ulysses",
+        "attention.parallel.ulysses",
     ),
     "policy.torch_backend",
 )

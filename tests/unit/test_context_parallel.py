@@ -119,6 +119,6 @@ def test_arguments() -> None:
     with pytest.raises(ValueError, match="split is one of balanced, contiguous, not 'zigzag'"):
         ContextParallel(split="zigzag")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a group is a torch.distributed ProcessGroup"):
-        ContextParallel("ranks")  # type: ignore[arg-type]
+        ContextParallel("ranks")
     with pytest.raises(ValueError, match="a sequence of 7 tokens can't be split evenly over 2 ranks: pad it"):
         TokenSplit.contiguous(7, 2)

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import kernel_compat
 from kernel_compat import UnsupportedFeatureError, ulysses
-from kernel_compat.attention.sequence_parallel.ulysses import gathering_mask_function
+from kernel_compat.attention.parallel.ulysses import gathering_mask_function
 
 RANK, RANKS, LENGTH = 1, 4, 6
 TOKENS = RANKS * LENGTH

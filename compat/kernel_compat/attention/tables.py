@@ -17,8 +17,8 @@ from .mask_function import attention_mask_function, plain_mask_function
 from .names import AttentionName
 from .parallel.sharding import ContextParallel
 from .parallel.spread import over_ranks
+from .parallel.ulysses import gathering_mask_function, spread
 from .roles import KEY_OFFSETS, WINDOW
-from .sequence_parallel.ulysses import gathering_mask_function, spread
 from .unsupported import refusing
 
 __all__ = ["changes_of", "forward_of", "mask_function_of", "tables", "taken_by"]

@@ -113,15 +113,21 @@ def _apart(parts: Iterable[_Part]) -> list[list[_Part]]:
 
 
 def _group(parts: Sequence[_Part], own: _Places, received: _Places, device: torch.device) -> Group:
-    lengths = [[stop - start for start, stop in some] for some in zip(*(part[:2] for part in parts), strict=True)]
-    offsets = [torch.tensor([0, *accumulate(some)], dtype=torch.int32, device=device) for some in lengths]
-    if lengths[0] == lengths[1]:  # torch 2.15 chooses its fastest backend by the identity of the two
-        offsets[1] = offsets[0]
-    indices = [
-        places.indices((part[side] for part in parts), device, whole=True)
-        for side, places in enumerate((own, received))
-    ]
-    return Group(*indices, Lengths(*offsets, max(lengths[0]), max(lengths[1])), parts[0].window)
+    queries, keys = [part.queries for part in parts], [part.keys for part in parts]
+    q_lengths, k_lengths = ([stop - start for start, stop in some] for some in (queries, keys))
+    q_offsets = torch.tensor([0, *accumulate(q_lengths)], dtype=torch.int32, device=device)
+    # torch 2.15 chooses its fastest backend by the identity of the two.
+    k_offsets = (
+        q_offsets
+        if k_lengths == q_lengths
+        else torch.tensor([0, *accumulate(k_lengths)], dtype=torch.int32, device=device)
+    )
+    return Group(
+        own.all_or_indices(queries, device),
+        received.all_or_indices(keys, device),
+        Lengths(q_offsets, k_offsets, max(q_lengths), max(k_lengths)),
+        parts[0].window,
+    )
 
 
 class _Places:
@@ -135,17 +141,26 @@ class _Places:
             self._tokens += stop - start
         self._sorted = sorted(self._starts)
 
-    def indices(self, intervals: Iterable[Interval], device: torch.device, whole: bool = False) -> Any:
-        """(tokens,) int64, the places of the tokens of intervals; None, if `whole`, for all tokens in order."""
+    def indices(self, intervals: Iterable[Interval], device: torch.device) -> Tensor:
+        """(tokens,) int64, the places of the tokens of intervals."""
+        parts = [torch.arange(start, stop) for start, stop in self._runs(intervals)]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *parts]).to(device)
+
+    def all_or_indices(self, intervals: Sequence[Interval], device: torch.device) -> Tensor | None:
+        """The same; None for all tokens in order."""
+        runs = self._runs(intervals)
+        if joined(runs) == [(0, self._tokens)] and size(runs) == self._tokens:
+            return None
+        return self.indices(intervals, device)
+
+    def _runs(self, intervals: Iterable[Interval]) -> list[Interval]:
+        """The places of intervals, of which each may lie in several ones here."""
         runs = []
         for interval in intervals:
             for (start, stop), bound in overlaps(interval, self._sorted):
                 first = self._starts[bound] + start - bound[0]
                 runs.append((first, first + stop - start))
-        if whole and joined(runs) == [(0, self._tokens)] and size(runs) == self._tokens:
-            return None
-        parts = [torch.arange(start, stop) for start, stop in runs]
-        return torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.int64, device=device)
+        return runs
 
 
 class _Exchanged(torch.autograd.Function):  # type: ignore[misc]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-from ..parallel.groups import group_source
 from ..protocols import AttentionForward
 from ..roles import LENGTHS, MASK, POSITIONS
+from .groups import group_source
 
 if TYPE_CHECKING:
     from typing import Literal

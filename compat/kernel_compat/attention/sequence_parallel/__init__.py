@@ -1,1 +1,0 @@
-"""Attention over a sequence whose tokens are spread over several ranks."""
