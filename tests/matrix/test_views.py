@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
@@ -685,6 +686,30 @@ def test_a_report_leaves_what_is_not_its_own(store: Store, call: Command, tmp_pa
     assert (site / "cells" / "notes.txt").read_text() == "mine"
     with pytest.raises(MatrixError, match="can't be written"):
         call(report, "/dev/null/site")
+
+
+@pytest.mark.parametrize("manifest", [False, True])
+def test_a_folder_of_something_else_is_refused_before_its_tree_is_walked(
+    store: Store, call: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manifest: bool
+) -> None:
+    stored(store, [passed(OLD[0])])
+    for number in range(30):
+        (tmp_path / "usr" / "lib" / str(number)).mkdir(parents=True)
+    (tmp_path / "usr" / "notes.txt").write_text("mine")
+    if manifest:
+        (tmp_path / "usr" / report.MANIFEST).write_text(f"{report.MANIFEST}\nindex.html\n")
+    opened = []
+    scan, names = os.scandir, os.listdir
+    monkeypatch.setattr(os, "scandir", lambda path=".": opened.append(path) or scan(path))
+    monkeypatch.setattr(os, "listdir", lambda path=".": opened.append(path) or names(path))
+    with pytest.raises(MatrixError, match=r"contains .*, such as (notes\.txt|lib)"):
+        call(report, str(tmp_path / "usr"))
+    assert len(opened) <= 2, opened
+    monkeypatch.undo()
+    (tmp_path / "folders" / "in it").mkdir(parents=True)
+    with pytest.raises(MatrixError, match=r"contains .*, such as in it"):
+        call(report, str(tmp_path / "folders"))
+    assert (tmp_path / "folders" / "in it").is_dir()
 
 
 def test_a_report_that_fails_leaves_the_old_one(
