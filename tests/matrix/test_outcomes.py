@@ -495,6 +495,23 @@ def test_a_figure_has_one_value_and_one_unit_in_a_cell() -> None:
     ]
 
 
+def test_a_parametrized_test_puts_the_parameter_into_the_name_of_its_figure(tmp_path: Path) -> None:
+    """As docs/matrix.md has it. Without the parameter the second test fails, and says what is missing."""
+    text = (Path(__file__).parents[2] / "docs" / "matrix.md").read_text(encoding="utf-8")
+    (block,) = (one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "parametrize" in one)
+    for folder in ("as it is", "without"):
+        (tmp_path / folder).mkdir()
+    found = ran(tmp_path / "as it is", test_it=f"import pytest\nseconds = 0.0125\n{block}")
+    names = [figure.name for test in found.tests for figure in test.figures]
+    assert (found.verdict[0], names) == ("passed", ["step time, eager", "step time, sdpa"])
+    assert block.count(", {kernel}") == 1
+    without = block.replace(", {kernel}", "")
+    found = ran(tmp_path / "without", test_it=f"import pytest\nseconds = 0.0125\n{without}")
+    first, second = distinct(found.tests)
+    assert (first.outcome, second.outcome) == ("passed", "failed")
+    assert "recorded before, by test_it.py::test_kernel[eager]: put the parameter into its name" in second.message
+
+
 def test_a_test_that_passes_when_it_is_repeated_is_flaky() -> None:
     once = [Test("a", "passed", 1.0), Test("b", "failed", 1.0, "b failed"), Test("c", "error", 1.0, "c failed")]
     again = [Test("b", "passed", 2.0, figures=(Figure("x", 1.0, ""),)), Test("c", "skipped", 0.0)]
