@@ -19,9 +19,11 @@ from stored import failed, passed
 
 from compat_matrix.axes import Axes
 from compat_matrix.cells import parse
+from compat_matrix.errors import MatrixError
 from compat_matrix.service import tokens
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import HEADERS, REQUEST_BYTES, Settings
+from compat_matrix.service.site import Site
 from compat_matrix.store import Store, database, submissions
 from compat_matrix.store.models import SUBMISSION
 
@@ -92,6 +94,15 @@ def test_a_run_through_the_api(api: Api) -> None:
     assert api.ask("POST", f"/api/v1/runs/{run}/cancel").status_code == 204
     assert api.ask("DELETE", f"/api/v1/runs/{run}").status_code == 204
     assert api.store.runs() == []
+
+
+def test_a_command_in_the_reason_of_a_refused_form_is_code(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise MatrixError("there are no pins: create them with `kernel-compat-matrix pin`")
+
+    monkeypatch.setattr(Site, "submit", refuse)
+    found = requests.post(f"{api.url}/runs", {"all": "y"}, auth=("", api.tokens["submit"]), headers=SAME, timeout=30)
+    assert "create them with <code>kernel-compat-matrix pin</code>" in found.text
 
 
 @pytest.mark.parametrize(

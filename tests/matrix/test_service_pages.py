@@ -28,7 +28,7 @@ from compat_matrix.axes import load
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.pages import report
-from compat_matrix.pages.render import Links
+from compat_matrix.pages.render import Links, code
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import Settings
@@ -141,6 +141,7 @@ def test_every_link_leads_somewhere(demo: tuple[Get, service_demo.Demo, Store]) 
         assert not set(labels) - set(ids), address
         assert all(one.get("scope") in ("row", "col") for one in page.all("th")), address
         assert len(page.all("h1")) == 1, address
+        assert "`" not in page.text, address
         for link in [
             *page.links,
             *(one["src"] for one in page.all("script")),
@@ -153,7 +154,7 @@ def test_every_link_leads_somewhere(demo: tuple[Get, service_demo.Demo, Store]) 
             # Each facet combined with each filter would be a thousand pages.
             if ("state=" not in link and "=all" not in link) or address == "/":
                 todo.append(link)
-    assert {"/runs", "/diff", "/seams", "/types", "/status"} <= seen
+    assert {"/runs", "/diff", "/seams", "/types", "/status", "/api"} <= seen
     assert len([address for address in seen if address.endswith("attempt=1")]) > 5
 
 
@@ -751,6 +752,18 @@ def test_the_api_has_a_page(get: Get) -> None:
             assert f"{method.upper()} {path}" in text
     assert "A release such as 5.9.0, or 5.9 for any of its patches." in text
     assert "none, fa2, fa3, fa4, torch" in text
+    assert "<code>next</code> of the page before." in get("/api").text
+
+
+def test_what_stands_between_backticks_is_code() -> None:
+    assert code("as of `adopt --store`, such as ``peft=0.18``: `a` b") == (
+        "as of <code>adopt --store</code>, such as <code>peft=0.18</code>: <code>a</code> b"
+    )
+    assert code("one ` alone") == "one ` alone"
+    made = str(code(f"`{HOSTILE}` {HOSTILE}"))
+    assert "<script" not in made
+    assert "<img" not in made
+    assert not set(made) & {"\x1b", "\x07", "\x00"}
 
 
 def test_the_document_of_the_api_has_every_schema_that_it_refers_to(get: Get) -> None:

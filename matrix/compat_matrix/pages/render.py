@@ -102,13 +102,18 @@ def environment() -> Environment:
         undefined=StrictUndefined,
         finalize=lambda value: clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
-    made.filters |= {one.__name__: one for one in (common.moment, common.duration, common.counted, plural)}
+    made.filters |= {one.__name__: one for one in (common.moment, common.duration, common.counted, plural, code)}
     made.filters["shell"] = shlex.join
     made.globals |= {"one_line": common.one_line, "kernel_name": common.kernel_name, "KERNELS": common.KERNELS}
     made.globals |= {"SIGNS": common.SIGNS, "FIELDS": ask.FIELDS}
     made.globals |= {"HEADLINES": ask.HEADLINES, "CLOSENESS": ask.CLOSENESS}
     made.globals |= {"grid_cell": _grid_cell, "entry_of": lambda *past: entry(Past(*past))}
     return made
+
+
+def code(text: str) -> Markup:
+    """A text as HTML, in which what stands between backticks is code."""
+    return Markup(re.sub(r"(`+)(.+?)\1", r"<code>\2</code>", str(escape(clean(text)))))
 
 
 def _grid_cell(address: str, cell: Cell, entry: Entry) -> Markup:
