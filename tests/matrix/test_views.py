@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shlex
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -950,6 +952,65 @@ def test_views_of_a_store_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(MatrixError, match="it doesn't exist"):
         show.run(options)
     assert [*tmp_path.iterdir()] == []
+
+
+def _swap(path: str) -> None:
+    """Put the page of another index in the place of that of the names of cells: the database is readable, and lacks all cells."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        size = connection.execute("PRAGMA page_size").fetchone()[0]
+        roots = dict(
+            connection.execute("SELECT tbl_name, rootpage FROM sqlite_master WHERE name LIKE 'sqlite_auto%_1'")
+        )
+    content = bytearray(Path(path).read_bytes())
+    cell, other = ((roots[table] - 1) * size for table in ("cell", "token"))
+    content[cell : cell + size] = content[other : other + size]
+    Path(path).write_bytes(content)
+
+
+def _execute(*statements: str) -> Callable[[str], None]:
+    def execute(path: str) -> None:
+        with closing(sqlite3.connect(path)) as connection:
+            for statement in statements:
+                connection.execute(statement)
+            connection.commit()
+
+    return execute
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(_swap, id="a page"),
+        pytest.param(_execute("DELETE FROM cell"), id="a table"),
+        pytest.param(_execute("DELETE FROM newest"), id="the newest results"),
+    ],
+)
+def test_a_damaged_store_lacks_nothing_it_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[str], None]
+) -> None:
+    path = str(tmp_path / "store.db")
+
+    def said(*words: str) -> str:
+        assert main([*words, "--store", path]) == 2
+        return capsys.readouterr().err
+
+    with Store.open(path) as store:
+        run = stored(store, [passed(OLD[0])])
+        store.new_run(OLD)
+    assert "has no cell py312-tf9.9-torch2.11: no run has planned it" in said("explain", "py312-tf9.9-torch2.11")
+    assert "no run is called 'nothing'" in said("show", "nothing")
+    damage(path)
+    for words in (("explain", OLD[3].name), ("explain", OLD[3].name, "--run", run), ("show", "nothing")):
+        error = said(*words)
+        assert f"the store {path} is damaged: " in error
+        assert "planned it" not in error
+
+
+def test_a_cell_that_only_a_partial_run_has_planned(store: Store, capsys: pytest.CaptureFixture[str], url: str) -> None:
+    run = store.new_run([OLD[0]], partial=True)
+    assert main(["explain", OLD[0].name, "--store", url]) == 2
+    assert f"has no result of {OLD[0]}: only {run}, a partial run, has planned it" in capsys.readouterr().err
 
 
 def suite(*names: str, skipped: dict[str, str] | None = None) -> list[Test]:

@@ -49,8 +49,8 @@ def check_schema(engine: Engine) -> None:
         for kind, name in sorted(ours.keys() | theirs.keys(), reverse=True):  # tables first
             if ours.get((kind, name)) != theirs.get((kind, name)):
                 raise MatrixError(f"its {kind} {name!r} isn't that of a store")
-        for table, number, referred, _ in connection.execute(text("PRAGMA foreign_key_check")):
-            raise MatrixError(f"the row {number} of its table {table} refers to a row of {referred} that doesn't exist")
+        if said := database.dangling(connection):
+            raise MatrixError(said)
 
 
 class _Shim(BaseModel):

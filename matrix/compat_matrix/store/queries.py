@@ -229,6 +229,9 @@ def history(limited: bool) -> Select[Any]:
     return summary(*RUN_FIELDS, every=True).where(own).order_by(*NEWEST_FIRST, RESULT.c.attempt.desc())
 
 
+#: The names of the runs that have planned the cell `:cell`.
+PLANS = select(RUN.c.name).join_from(PLANNED, RUN).where(PLANNED.c.cell_id == _OWN_CELL).order_by(*NEWEST_FIRST)
+
 #: The text with the environment of a result.
 ENVIRONMENT = select(TEXT.c.content).join(RESULT, RESULT.c.environment_id == TEXT.c.id)
 _RESULT = select(RESULT)

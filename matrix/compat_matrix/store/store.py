@@ -251,13 +251,13 @@ class Store(AbstractContextManager["Store"]):
             log: include the log, which may be large.
 
         Raises:
-            MatrixError: the run has no result of the cell.
+            NotFoundError: the run has no result of the cell.
         """
         with self.reading() as connection:
             found = queries.read_result(connection, run, cell, attempt, log=log)
             if found is None:
                 inserts.key(connection, run)
-                raise MatrixError(f"the run {run} has no result of {cell}")
+                raise NotFoundError(f"the run {run} has no result of {cell}")
         return found
 
     def environment(self, run: str, cell: Cell) -> dict[str, Any]:
@@ -317,6 +317,10 @@ class Store(AbstractContextManager["Store"]):
     def history(self, cell: Cell, *, limit: int | None = None) -> list[Past]:
         """Attempts at a cell, at most the `limit` newest ones: the newest run and its latest attempt first."""
         return [*map(queries.past_of, self.rows(queries.history(limit is not None), cell=cell.name, most=limit))]
+
+    def plans(self, cell: Cell) -> list[str]:
+        """The ids of the runs that have planned a cell, newest first."""
+        return [row.name for row in self.rows(queries.PLANS, cell=cell.name)]
 
     # Between stores.
 
@@ -381,6 +385,11 @@ class Store(AbstractContextManager["Store"]):
                 part.replace(target)
         except OSError as error:
             raise MatrixError(f"{target} can't be written: {error}") from error
+
+    def damage(self) -> str:
+        """What is wrong with the database, if it can be read; empty if nothing is. It reads all of it."""
+        with self.reading() as connection:
+            return database.damage(connection)
 
     def rows(self, query: Select[Any], **parameters: object) -> Sequence[Any]:
         """The rows of a query."""
