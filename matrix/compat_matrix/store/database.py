@@ -132,6 +132,8 @@ def revision(connection: Connection) -> str | None:
     found = connection.scalar(text(f"SELECT version_num FROM {VERSIONS}")) if VERSIONS in tables else None
     if isinstance(found, str):
         return found
+    if VERSIONS in tables:
+        raise MatrixError(f"it is damaged: its table {VERSIONS} has no revision")
     if tables:
         some = ", ".join(sorted(tables)[:3])
         raise MatrixError(f"this isn't a store of kernel-compat-matrix: it has other tables ({some})")
