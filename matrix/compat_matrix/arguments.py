@@ -80,6 +80,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     # Stored results.
     "--store": option(_STORE, "URL"),
     "stores": option("a store, as a file or URL, whose runs this one lacks", "FROM", nargs="+"),
+    "--any-project": flag("copy also the runs of a store of another project"),
     "runs": option(_RUN, "RUN", nargs="+"),
     "old": option(_RUN, "OLD"),
     "new": option("the other run, such as latest", "NEW"),
@@ -161,7 +162,7 @@ COMMANDS = {
         ".views.compatibility:run", "write a document of the combinations that work", "path --run:some --store"
     ),
     "architectures": Command(".views.architectures:run", "write a document of the model types that are proven", "path"),
-    "merge": Command(".commands.runs:merge", "copy runs from other stores", "stores --store"),
+    "merge": Command(".commands.runs:merge", "copy runs from other stores", "stores --any-project --store"),
     "export": Command(".commands.runs:export", "write runs into a store of their own", "runs path:new --store"),
     "atlas": Command("kernel_compat_atlas.cli:run", "show when the seams appeared, changed and vanished upstream"),
     "emit": Command(".commands.cells:emit", "print the matrix for a CI service", f"service:ci {SELECTION}"),

@@ -333,6 +333,15 @@ class Axes(_Table):
         return (self.path.parent / self.project.path).resolve()
 
     @property
+    def project_name(self) -> str:
+        """The name of the tested project in its pyproject.toml; empty if it has none there, which nothing needs."""
+        try:
+            name = tomli.loads((self.folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
+        return name if isinstance(name, str) else ""
+
+    @property
     def folders(self) -> list[Path]:
         """The folders of the tested project and of its members."""
         return [self.folder, *(self.folder / member for member in self.project.members)]

@@ -114,6 +114,8 @@ def test_the_page_is_right_as_it_is_written(tmp_path: Path) -> None:
     assert printed["kernel-compat-matrix list"] == listed
     pins = [path.stem for path in (small.folder / "pins").iterdir()]
     assert sorted(pins) == sorted({part for name in listed.split() for part in _parts(name)})
+    with small.store as store:
+        assert store.project == "quiet-adapters"
     found = small.results()
     assert {name: one.verdict for name, one in found.items()} == dict.fromkeys(listed.split()[2:], "passed")
     packages = found[f"{TAG}-tf5.23-torch2.11-peft=0.21"].environment["packages"]

@@ -6,6 +6,7 @@ import http.client
 import json
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ import requests
 from served import served
 from small import TAG, Small
 from sqlalchemy import create_engine, event, select, text
-from stored import failed, passed
+from stored import failed, passed, stored
 
 from compat_matrix.axes import Axes
 from compat_matrix.cells import parse
@@ -196,6 +197,27 @@ def test_a_store_that_is_too_large_is_refused(api: Api) -> None:
     kind = {"content-type": "application/vnd.sqlite3"}
     for data, status in ((bytes(100_001), 413), ((bytes(10_000) for _ in range(11)), 400)):
         assert api.ask("POST", "/api/v1/runs", data=data, headers=kind).status_code == status
+
+
+def test_an_uploaded_store_is_of_the_same_project(api: Api, tmp_path: Path) -> None:
+    """The own axes of another one would be fields of this project's form."""
+    kind = {"content-type": "application/vnd.sqlite3"}
+    bodies = {}
+    for project, axis in (("quiet-adapters", "peft"), ("Small", "backend")):
+        with Store.open(str(tmp_path / project)) as store:
+            store.claim(project)
+            run = stored(store, [passed(replace(parse(CELLS[0]), extra=((axis, "1.0"),)))])
+            store.export([run], tmp_path / f"{project}.sqlite")
+        bodies[project] = (tmp_path / f"{project}.sqlite").read_bytes()
+    found = api.ask("POST", "/api/v1/runs", headers=kind, data=bodies["quiet-adapters"])
+    assert found.status_code == 422
+    said = "the store that was sent has the runs of the project quiet-adapters, and this one those of small"
+    assert said in found.json()["detail"]
+    assert api.store.runs() == []
+    assert 'name="peft"' not in requests.get(api.url, timeout=30).text
+    found = api.ask("POST", "/api/v1/runs", headers=kind, data=bodies["Small"])
+    assert found.json() == {"merged": [run]}
+    assert 'name="backend"' in requests.get(api.url, timeout=30).text
 
 
 def test_an_uploaded_store_has_plain_tables_only(api: Api, tmp_path: Path) -> None:

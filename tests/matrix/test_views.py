@@ -939,7 +939,8 @@ def test_merge_and_export(
     assert call(runs, "gpu", "latest~1", str(tmp_path / "both.db"), function="export") == 0
     with pytest.raises(MatrixError, match="exists"):
         call(runs, "gpu", str(tmp_path / "both.db"), function="export")
-    options = argparse.Namespace(store=str(tmp_path / "new.db"), stores=[str(tmp_path / "both.db"), url])
+    stores = [str(tmp_path / "both.db"), url]
+    options = argparse.Namespace(store=str(tmp_path / "new.db"), stores=stores, any_project=False)
     capsys.readouterr()
     assert runs.merge(options) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'both.db'}: {first}, {second}\n{url}: nothing new\n"

@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from hashlib import sha256
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-import tomli
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ..axes import Axes
 from ..cells import Cell
 from ..store import Past
 from ..views import common
@@ -72,17 +69,6 @@ def static_files() -> dict[str, tuple[bytes, str]]:
         for file in files("compat_matrix").joinpath("pages/static").iterdir()
         if (kind := file.name.rpartition(".")[2]) in _TYPES
     }
-
-
-def project_name(axes: Axes | None) -> str:
-    """The name of the tested project, from its pyproject.toml."""
-    if axes is None:
-        return NAME
-    try:
-        name = tomli.loads(Path(axes.folder, "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
-    except (OSError, ValueError, LookupError, TypeError):  # the axes don't need it
-        return NAME
-    return name if isinstance(name, str) and name else NAME
 
 
 def render(name: str, links: Links, project: str, *, live: bool = False, **values: Any) -> str:

@@ -17,7 +17,7 @@ from ..views import architectures, common
 from ..views.verdicts import ORDER, Tested, in_order
 from . import ask, grid, runs, seams
 from . import cell as cell_page
-from .render import NAME, Links, file_name, project_name, render, static_files
+from .render import NAME, Links, file_name, render, static_files
 
 #: The file that marks a folder as a report and lists its files.
 MANIFEST = ".kernel-compat-matrix-report"
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     project = NAME
     with suppress(*([] if arguments.axes else [MatrixError])):  # a report needs no axes file
         if path := arguments.axes or axes_in(Path()):
-            project = project_name(load(path))
+            project = load(path).project_name or NAME
     with Store.open(arguments.store, create=False) as store:
         names = arguments.runs and [store.resolve(name) for name in arguments.runs]
         write(store, arguments.folder, names, project)

@@ -1,11 +1,11 @@
 """Documents by name."""
 
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from typing import Any
 
 from sqlalchemy import select
 
+from . import inserts
 from .models import DOCUMENT
 from .store import Store
 
@@ -15,9 +15,8 @@ ATLAS, NEWS = "atlas", "watch"
 
 def keep(store: Store, name: str, content: str) -> None:
     """Store a document; earlier ones of the same name stay."""
-    row = {"name": name, "made": datetime.now(timezone.utc), "content": content}
     with store.writing() as connection:
-        connection.execute(DOCUMENT.insert(), row)
+        inserts.document(connection, name, content)
 
 
 def kept(store: Store, name: str, limit: int = 1) -> Sequence[Any]:

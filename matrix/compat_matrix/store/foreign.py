@@ -53,6 +53,17 @@ def check_schema(engine: Engine) -> None:
             raise MatrixError(said)
 
 
+def project(connection: Connection) -> str:
+    """The name of the project whose runs the store has; empty if that isn't known. A `MatrixError` if it is no name."""
+    try:
+        found = connection.scalar(queries.PROJECT)
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise MatrixError(f"its project: {error}") from error
+    if found and (len(found) > 200 or not found.isprintable()):
+        raise MatrixError(f"its project: {_shown(found)} isn't a name")
+    return found or ""
+
+
 class _Shim(BaseModel):
     state: str
     reason: str
