@@ -1,6 +1,7 @@
 """Documents by name."""
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import select
@@ -13,10 +14,10 @@ from .store import Store
 ATLAS, NEWS = "atlas", "watch"
 
 
-def keep(store: Store, name: str, content: str) -> None:
-    """Store a document; earlier ones of the same name stay."""
+def keep(store: Store, name: str, content: str, made: datetime | None = None) -> None:
+    """Store a document, by default as made now; earlier ones of the same name stay."""
     with store.writing() as connection:
-        inserts.document(connection, name, content)
+        inserts.document(connection, name, content, made)
 
 
 def kept(store: Store, name: str, limit: int = 1) -> Sequence[Any]:

@@ -108,9 +108,10 @@ def submit(connection: Connection, run: int, suite: str, fingerprint: str, again
     connection.execute(SUBMISSION.insert(), {**row, "host": "", "running": "{}", "tries": 0, "reason": ""})
 
 
-def document(connection: Connection, name: str, content: str) -> None:
-    """Insert a document, which is the current one of its name."""
-    connection.execute(DOCUMENT.insert(), {"name": name, "made": datetime.now(timezone.utc), "content": content})
+def document(connection: Connection, name: str, content: str, made: datetime | None = None) -> None:
+    """Insert a document, which is the current one of its name, by default as made now."""
+    row = {"name": name, "made": made or datetime.now(timezone.utc), "content": content}
+    connection.execute(DOCUMENT.insert(), row)
 
 
 def add_result(connection: Connection, run: int, found: CellResult) -> None:
