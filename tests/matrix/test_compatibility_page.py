@@ -18,6 +18,7 @@ import requests
 from served import served
 from sqlalchemy import text
 from stored import cells, failed, not_run, passed, stored
+from waiting import LONG
 
 from compat_matrix.cells import Cell
 from compat_matrix.pages import seams
@@ -265,7 +266,7 @@ def test_the_results_in_this_repository_have_seams(tmp_path: Path) -> None:
         assert len(pages["transformers"]["releases"]) >= 29
         assert sum(len(page["seams"]) for page in pages.values()) > 90
         with served(create_app(store, None, Settings())) as address:
-            shown = requests.get(f"{address}/seams?distribution=transformers", timeout=60).text
+            shown = requests.get(f"{address}/seams?distribution=transformers", timeout=LONG).text
     assert "transformers.modeling_flash_attention_utils:lazy_import_flash_attention" in shown
 
 

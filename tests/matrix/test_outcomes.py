@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from forked import Forked
+from waiting import LONG
 
 from compat_matrix.axes import Known
 from compat_matrix.cell import kernel_compat_cell
@@ -60,10 +61,16 @@ def ran(folder: Path, *arguments: str, **files: str) -> Ran:
     if "kernel_compat" in files:  # a forked process would already have imported the real one
         with log.open("wb") as output:
             returncode = subprocess.run(
-                [sys.executable, *command], cwd=folder, env=given, stdout=output, stderr=output, timeout=60, check=False
+                [sys.executable, *command],
+                cwd=folder,
+                env=given,
+                stdout=output,
+                stderr=output,
+                timeout=LONG,
+                check=False,
             ).returncode
     else:
-        returncode = Forked(*command, folder=folder, environment=given, output=log).wait(60)
+        returncode = Forked(*command, folder=folder, environment=given, output=log).wait(LONG)
     tests, uncollected = read_report_log(report)
     found = json.loads(environment.read_text()) if environment.exists() else {}
     return Ran(tests, uncollected, found, log.read_text(errors="replace"), returncode, report)
