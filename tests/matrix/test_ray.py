@@ -211,7 +211,7 @@ def test_a_node_with_another_state_of_the_project_is_refused(
     ("address", "prepare", "message"),
     [
         ("127.0.0.1:9", "", "the Ray cluster at 127.0.0.1:9 can't be joined"),
-        ("127.0.0.1:9", "sys.modules['ray'] = None", "pip install 'kernel-compat-matrix[ray]'"),
+        ("127.0.0.1:9", "sys.modules['ray'] = None", "install kernel-compat-matrix[ray]"),
         (
             "192.0.2.1:9",
             "",

@@ -162,7 +162,7 @@ def test_the_sdist_has_the_tests(name: str, folder: str) -> None:
 
 def empty(folder: Path) -> dict[str, str]:
     """The variables of a shell with an empty environment in a folder, and with the address of a clone of this repository."""
-    command = [sys.executable, "-m", "uv", "venv", "-q", "--seed", "--python", sys.executable, folder / "venv"]
+    command = [sys.executable, "-m", "uv", "venv", "-q", "--seed", "--python", sys.executable, str(folder / "venv")]
     subprocess.run(command, check=True)
     return {**os.environ, "KERNEL_COMPAT": ROOT.as_uri(), "PATH": f"{folder}/venv/bin:{os.environ['PATH']}"}
 
