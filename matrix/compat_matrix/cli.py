@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _reason(error: Exception, options: argparse.Namespace) -> object:
     """The error; if a store lacks something because it is damaged, that."""
-    if isinstance(error, NotFoundError):
+    if isinstance(error, NotFoundError) and getattr(options, "store", ""):
         from .store import Store
 
         try:

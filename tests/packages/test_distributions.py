@@ -183,6 +183,28 @@ def test_the_tutorial_begins_in_an_empty_environment(tmp_path: Path) -> None:
     assert len([*(project / "pins").iterdir()]) == 1 + 4
 
 
+#: The commands of the documents that install from a checkout.
+FROM_FOLDERS = sorted(
+    {
+        line
+        for path in ROOT.glob("docs/*.md")
+        for line in re.findall(
+            r"^(python3 -m pip install \. .*?)(?: *#.*)?$", path.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    }
+)
+
+
+@pytest.mark.parametrize("command", FROM_FOLDERS)
+def test_the_commands_of_a_checkout_need_no_index_for_its_own_distributions(command: str, tmp_path: Path) -> None:
+    resolve = command.replace("pip install", f"pip install --dry-run --quiet --report {tmp_path}/report.json", 1)
+    subprocess.run(resolve, shell=True, check=True, cwd=ROOT, env=empty(tmp_path))
+    chosen = json.loads((tmp_path / "report.json").read_text())["install"]
+    own = [one for one in chosen if one["metadata"]["name"] in EVERY]
+    assert len(own) >= 2
+    assert {one["download_info"]["url"].partition(":")[0] for one in own} == {"file"}
+
+
 @pytest.mark.parametrize("number", range(len(INSTALLS)))
 def test_the_commands_of_the_documents(number: int, tmp_path: Path) -> None:
     """Those of today, in an environment that is active, from a clone of this repository."""
