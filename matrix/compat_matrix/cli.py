@@ -35,11 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _reason(error: Exception, options: argparse.Namespace) -> object:
     """The error; if a store lacks something because it is damaged, that."""
-    if isinstance(error, NotFoundError) and getattr(options, "store", ""):
+    url: str = getattr(options, "store", "")
+    if url and isinstance(error, NotFoundError):
         from .store import Store
 
         try:
-            with Store.open(options.store, create=False) as store:
+            with Store.open(url, create=False) as store:
                 damage = store.damage()
         except MatrixError as unreadable:
             return unreadable
