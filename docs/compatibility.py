@@ -3,7 +3,8 @@
 Usage: python docs/compatibility.py [STORE]
 
 The results are those in docs/compatibility.sqlite.xz, or those of a store, which then replace that file. To add results to it: unpack
-it with xz, `kernel-compat-matrix merge` the new ones into it, and give it as the store.
+it with xz, `kernel-compat-matrix merge` the new ones into it, and give it as the store. `kernel-compat-matrix atlas --store` replaces its
+atlas.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from compat_matrix import axes as axes_file
 from compat_matrix.axes import Axes
 from compat_matrix.cells import Cell
 from compat_matrix.results import ENDED, Figure, Past
-from compat_matrix.store import Store
+from compat_matrix.store import Store, documents
 from compat_matrix.views import common, compatibility
 from compat_matrix.views.trend import LEAST, noise, number
 
@@ -67,7 +68,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         results, packed = Path(folder, "results.sqlite"), docs / "compatibility.sqlite.xz"
         if options.store:
-            keep(options.store, results)
+            keep(options.store, results, axes.project_name)
         else:
             results.write_bytes(lzma.decompress(packed.read_bytes()))
         with Store.open(str(results), create=False) as store:
@@ -88,11 +89,15 @@ def main() -> None:
     readme.write_text(text, encoding="utf-8")
 
 
-def keep(url: str, path: Path) -> None:
-    """Write the results of a store into a new one: without logs, paths in commands, and the times of tests."""
+def keep(url: str, path: Path, project: str) -> None:
+    """Write the results and the atlas of a store into a new one: without logs, paths in commands, and the times of tests."""
     with Store.open(url, create=False) as store:
         runs = store.runs()
         store.export([run.id for run in runs], path)
+        with Store.open(str(path)) as kept:
+            kept.claim(project)
+            for atlas in documents.kept(store, documents.ATLAS):
+                documents.keep(kept, documents.ATLAS, atlas.content, atlas.made)
     with closing(sqlite3.connect(path)) as connection:
         commands = [(PATHS.sub("", run.command), run.id) for run in runs]
         connection.executemany("UPDATE run SET command = ? WHERE name = ?", commands)

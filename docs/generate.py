@@ -1,4 +1,4 @@
-"""Write the parts of README.md and docs/ that are generated from code: the supported releases, kernels, shims and modules.
+"""Write the parts of the READMEs and of docs/ that are generated from code: supported releases, kernels, shims, modules, how to install.
 
 Usage: python docs/generate.py [--check]
 
@@ -8,6 +8,7 @@ With --check it writes nothing and exits with 1 if a file is out of date.
 from __future__ import annotations
 
 import ast
+import os
 import re
 import runpy
 import sys
@@ -41,14 +42,19 @@ def documents() -> Iterator[tuple[Path, str]]:
         "limits": f"\n{_limits()}\n",
         "shims": f"\n{_shims()}\n",
         "modules": f"\n{_modules()}\n",
-        "before": "" if INSTALLS["PUBLISHED"] else INSTALLS["BEFORE"],
-        "address": ""
-        if INSTALLS["PUBLISHED"]
-        else " `KERNEL_COMPAT` is [the address of its repository](installing.md).",
     }
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    before = {"before": "BEFORE", "address": "ADDRESS", "variable": "VARIABLE"}
+    readmes = (
+        ROOT / folder / "README.md"
+        for folder in (".", "atlas", "compat/doctor", "compat/ops", "compat/prove", "matrix")
+    )
+    for path in [*readmes, *sorted((ROOT / "docs").glob("*.md"))]:
         text = INSTALLS["installs"](path.read_text(encoding="utf-8"))
-        for marker, part in parts.items():
+        where = os.path.relpath(ROOT / "docs" / "installing.md", path.parent)
+        until = {
+            marker: "" if INSTALLS["PUBLISHED"] else INSTALLS[name].format(where) for marker, name in before.items()
+        }
+        for marker, part in (parts | until).items():
             text = re.sub(rf"(<!-- {marker} -->).*?(<!-- / -->)", rf"\g<1>{part}\g<2>", text, flags=re.DOTALL)
         yield path, text
 

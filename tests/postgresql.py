@@ -7,11 +7,12 @@ import pwd
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from waiting import LONG, until
 
 
 class Postgres:
@@ -53,19 +54,29 @@ class Postgres:
 
     def start(self) -> None:
         options = f"-k {self._folder} -c listen_addresses= -c fsync=off"
-        words = ("-D", f"{self._folder}/data", "-l", f"{self._folder}/log", "-w", "-o", options, "start")
-        for patience in range(100, -1, -1):
+        words = [
+            "-D",
+            f"{self._folder}/data",
+            "-l",
+            f"{self._folder}/log",
+            "-w",
+            f"-t{LONG:.0f}",
+            "-o",
+            options,
+            "start",
+        ]
+
+        def started() -> bool:
             try:
                 self._run("pg_ctl", *words)
             except subprocess.CalledProcessError:  # processes of the killed server are still running
-                if not patience:
-                    raise
-                time.sleep(0.1)
-            else:
-                return
+                return False
+            return True
+
+        until(started, "a server")
 
     def stop(self) -> None:
-        self._run("pg_ctl", "-D", f"{self._folder}/data", "-m", "immediate", "-w", "stop")
+        self._run("pg_ctl", "-D", f"{self._folder}/data", "-m", "immediate", "-w", f"-t{LONG:.0f}", "stop")
 
     def kill(self) -> None:
         """Kill the server with SIGKILL, like a power failure."""

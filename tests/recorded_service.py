@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -71,13 +70,14 @@ class Service:
         self.answer, self.status, self.slow, self.drip = answer, 200, 0.0, 0.0
         self.headers: dict[str, str] = {}
         self.asked: list[tuple[str, dict[str, str], Mapping[str, str]]] = []
+        self._over = threading.Event()
         service = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 parts = urlsplit(self.path)
                 service.asked.append((parts.path, dict(parse_qsl(parts.query)), dict(self.headers)))
-                time.sleep(service.slow)
+                service._over.wait(service.slow)
                 body = service.answer if isinstance(service.answer, bytes) else json.dumps(service.answer).encode()
                 try:
                     self.send_response(service.status)
@@ -88,7 +88,7 @@ class Service:
                     for piece in [body[i : i + 1] for i in range(len(body))] if service.drip else [body]:
                         self.wfile.write(piece)
                         self.wfile.flush()
-                        time.sleep(service.drip)
+                        service._over.wait(service.drip)
                 except OSError:  # the client has disconnected
                     pass
 
@@ -105,6 +105,7 @@ class Service:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def stop(self) -> None:
+        self._over.set()
         if self._thread.is_alive():
             self._server.shutdown()
             self._server.server_close()

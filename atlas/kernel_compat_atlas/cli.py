@@ -19,7 +19,7 @@ from .project.uses import scan
 from .published import Cache
 from .releases import Release, covered, select
 from .scan import read
-from .seams import installed_shims, read_seams
+from .seams import Seams, installed_shims, read_seams
 from .upstream import PACKAGES, REPLACEMENTS, SEAMS
 from .words import Notes
 
@@ -94,6 +94,15 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         AtlasError: bad input, or a release that can't be read.
     """
+    refuse_combinations(arguments)
+    notes = Notes()
+    if arguments.project is not None:
+        return _project(arguments, notes)
+    return show(seams_of(arguments, notes), arguments, notes)
+
+
+def refuse_combinations(arguments: argparse.Namespace) -> None:
+    """Raise an `AtlasError` if options are given that can't be combined."""
     options = vars(arguments)
     for option in ("check", "seam") if arguments.project is not None else ("exclude", "all", "sarif"):
         if options[option] and arguments.project is not None:
@@ -102,28 +111,49 @@ def run(arguments: argparse.Namespace) -> int:
             raise AtlasError(f"--{option} needs --project")
     if arguments.sarif and arguments.json:
         raise AtlasError("--json and --sarif can't be combined")
-    notes = Notes()
-    cache, index = Cache(arguments.cache, notes.add), Index()
-    shims = installed_shims(None if arguments.check else notes.add)
-    selected = {distribution: options[distribution] for distribution in SEAMS if options[distribution] is not None}
 
-    def releases_of(distribution: str) -> list[Release]:
-        available = index.files(distribution)
-        if distribution in selected:
-            return select(distribution, selected[distribution], available)
-        return covered(distribution, (one.versions for one in shims if one.distribution == distribution), available)
 
-    if arguments.project is not None:
-        calls = [pattern for one in REPLACEMENTS if one.called for pattern in one.patterns]
-        found = scan(arguments.project, PACKAGES, calls, arguments.exclude)
-        targets = targets_of(found)
-        releases = {one: releases_of(one) for one in selected or SEAMS if one in selected or one in targets}
-        names = names_of(found, releases, read(releases, targets, index, cache), shims)
-        return show_project(arguments, found, names, releases, notes)
-    if not shims and not selected:
+def seams_of(arguments: argparse.Namespace, notes: Notes) -> Seams:
+    """The seams in the releases that the options select. Errors are those of `run`."""
+    sources = _Sources(arguments, notes)
+    if not sources.shims and not sources.selected:
         raise AtlasError("no installed shim claims releases: name the releases to read")
-    releases = {one: releases_of(one) for one in selected or dict.fromkeys(shim.distribution for shim in shims)}
-    seams = read_seams(releases, shims, index, cache, arguments.seam)
+    claimed = dict.fromkeys(shim.distribution for shim in sources.shims)
+    every = sources.selected or sorted(claimed, key=[*SEAMS, *claimed].index)
+    releases = {one: sources.releases(one) for one in every}
+    return read_seams(releases, sources.shims, sources.index, sources.cache, arguments.seam)
+
+
+class _Sources:
+    """What the releases that the options select are read from."""
+
+    def __init__(self, arguments: argparse.Namespace, notes: Notes) -> None:
+        self.cache, self.index = Cache(arguments.cache, notes.add), Index()
+        self.shims = installed_shims(None if arguments.check else notes.add)
+        given = {distribution: vars(arguments)[distribution] for distribution in SEAMS}
+        self.selected: dict[str, str] = {name: text for name, text in given.items() if text is not None}
+
+    def releases(self, distribution: str) -> list[Release]:
+        """The releases of a distribution, by default those that shims claim."""
+        available = self.index.files(distribution)
+        if distribution in self.selected:
+            return select(distribution, self.selected[distribution], available)
+        claimed = (one.versions for one in self.shims if one.distribution == distribution)
+        return covered(distribution, claimed, available)
+
+
+def _project(arguments: argparse.Namespace, notes: Notes) -> int:
+    sources = _Sources(arguments, notes)
+    calls = [pattern for one in REPLACEMENTS if one.called for pattern in one.patterns]
+    found = scan(arguments.project, PACKAGES, calls, arguments.exclude)
+    targets, selected = targets_of(found), sources.selected
+    releases = {one: sources.releases(one) for one in selected or SEAMS if one in selected or one in targets}
+    names = names_of(found, releases, read(releases, targets, sources.index, sources.cache), sources.shims)
+    return show_project(arguments, found, names, releases, notes)
+
+
+def show(seams: Seams, arguments: argparse.Namespace, notes: Notes) -> int:
+    """Print seams in the form that the options name; returns the exit code."""
     if arguments.json:
         print(json.dumps(seams.as_json(notes, arguments.check), indent=2))
     elif arguments.check:

@@ -80,6 +80,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     # Stored results.
     "--store": option(_STORE, "URL"),
     "stores": option("a store, as a file or URL, whose runs this one lacks", "FROM", nargs="+"),
+    "--any-project": flag("copy also the runs of a store of another project"),
     "runs": option(_RUN, "RUN", nargs="+"),
     "old": option(_RUN, "OLD"),
     "new": option("the other run, such as latest", "NEW"),
@@ -114,6 +115,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--few": flag("run only a few cells, in which the release meets every value of the other axes"),
     "--report": option("write the report into this folder, too", "DIR", type=Path),
     "--store:service": option("the store of a service, which shows the results and the report", "URL", default=""),
+    "--store:atlas": option("keep the seams in this store, for the page /seams", "URL", default=""),
     "service:ci": option("the CI service", choices=["github"]),
     # Its tokens.
     "name": option("the name by which it is listed and revoked", "NAME"),
@@ -161,9 +163,9 @@ COMMANDS = {
         ".views.compatibility:run", "write a document of the combinations that work", "path --run:some --store"
     ),
     "architectures": Command(".views.architectures:run", "write a document of the model types that are proven", "path"),
-    "merge": Command(".commands.runs:merge", "copy runs from other stores", "stores --store"),
+    "merge": Command(".commands.runs:merge", "copy runs from other stores", "stores --any-project --store"),
     "export": Command(".commands.runs:export", "write runs into a store of their own", "runs path:new --store"),
-    "atlas": Command("kernel_compat_atlas.cli:run", "show when the seams appeared, changed and vanished upstream"),
+    "atlas": Command(".commands.atlas:run", "show when the seams appeared, changed and vanished upstream"),
     "emit": Command(".commands.cells:emit", "print the matrix for a CI service", f"service:ci {SELECTION}"),
     "cancel": Command(".commands.runs:cancel", "interrupt runs of a service or of a killed runner", "runs --store"),
     "delete": Command(".commands.runs:delete", "delete runs that have ended", "runs --store"),

@@ -10,6 +10,7 @@ from datetime import date
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import combinations, product
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -141,6 +142,18 @@ class Exclude(_Table):
     because: Text
 
 
+#: The most combinations of a matrix, excluded ones included. Every command makes all of them: 10 µs and 1 kB each.
+MOST = 200_000
+
+
+def _bounded(tables: list[Values]) -> list[Values]:
+    number = sum(prod(len(values) for _, values in table) for table in tables)
+    if number > MOST:
+        said = f"{number:,} combinations, and a matrix has at most {MOST:,}"
+        raise ValueError(f"{said}: leave values out, or write several tables that don't combine all of them")
+    return tables
+
+
 def _inside(member: str) -> str:
     path = PurePosixPath(member)
     if path.is_absolute() or ".." in path.parts or not path.parts:
@@ -227,7 +240,10 @@ class Axes(_Table):
 
     version: Literal[1]
     axes: Annotated[
-        list[Values], Field(min_length=1), BeforeValidator(lambda given: given if isinstance(given, list) else [given])
+        list[Values],
+        Field(min_length=1),
+        BeforeValidator(lambda given: given if isinstance(given, list) else [given]),
+        AfterValidator(_bounded),
     ]
     tests: Annotated[list[Tests], Field(min_length=1)]
     exclude: list[Exclude] = []
@@ -315,6 +331,15 @@ class Axes(_Table):
     def folder(self) -> Path:
         """The tested project's folder."""
         return (self.path.parent / self.project.path).resolve()
+
+    @property
+    def project_name(self) -> str:
+        """The name of the tested project in its pyproject.toml; empty if it has none there, which nothing needs."""
+        try:
+            name = tomli.loads((self.folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
+        return name if isinstance(name, str) else ""
 
     @property
     def folders(self) -> list[Path]:

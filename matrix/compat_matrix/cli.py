@@ -11,7 +11,7 @@ from kernel_compat_atlas.errors import AtlasError
 
 from . import __version__
 from .arguments import COMMANDS, add
-from .errors import MatrixError
+from .errors import MatrixError, NotFoundError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(getattr(importlib.import_module(module, __package__), function)(options))
     except (MatrixError, AtlasError) as error:
-        print(f"kernel-compat-matrix: {error}", file=sys.stderr)
+        print(f"kernel-compat-matrix: {_reason(error, options)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         advice = "; `kernel-compat-matrix run --resume` goes on" if options.command == "run" else ""
@@ -31,6 +31,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _reason(error: Exception, options: argparse.Namespace) -> object:
+    """The error; if a store lacks something because it is damaged, that."""
+    url: str = getattr(options, "store", "")
+    if url and isinstance(error, NotFoundError):
+        from .store import Store
+
+        try:
+            with Store.open(url, create=False) as store:
+                damage = store.damage()
+        except MatrixError as unreadable:
+            return unreadable
+        if damage:
+            return f"the store {store.name} is damaged: {damage}"
+    return error
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -9,4 +9,4 @@ class MatrixError(ValueError):
 
 
 class NotFoundError(MatrixError):
-    """The store has no such run."""
+    """The store has no such run, cell or result."""

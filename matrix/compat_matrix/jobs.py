@@ -87,6 +87,7 @@ def jobs_of(options: argparse.Namespace, axes: Axes, cells: Sequence[Cell], atte
 
 def new_run(options: argparse.Namespace, store: Store, axes: Axes, cells: Sequence[Cell], /, **more: Any) -> str:
     """Create a run of cells in a store; returns its id."""
+    store.claim(axes.project_name)
     given = {
         "axes": axes.path.read_text(encoding="utf-8"),
         "command": shlex.join(options.words),

@@ -122,7 +122,10 @@ def distinct(tests: Iterable[Test]) -> list[Test]:
         kept, problems = [], []
         for figure in one.figures:
             if figure.name in first:
-                problems.append(f"the figure {figure.name!r} was recorded before, by {first[figure.name]}")
+                before = first[figure.name]
+                alike = before != one.nodeid and before.partition("[")[0] == one.nodeid.partition("[")[0]
+                advice = ": put the parameter into its name" if alike else ""
+                problems.append(f"the figure {figure.name!r} was recorded before, by {before}{advice}")
             else:
                 first[figure.name] = one.nodeid
                 kept.append(figure)

@@ -27,7 +27,7 @@ try:
     from ray.exceptions import RayError, RayTaskError, TaskCancelledError
     from ray.util.queue import Queue
 except ImportError as error:
-    raise MatrixError(f"--executor ray needs Ray: pip install 'kernel-compat-matrix[ray]' ({error})") from None
+    raise MatrixError(f"--executor ray needs Ray: install kernel-compat-matrix[ray] ({error})") from None
 
 #: How often Ray restarts a cell whose node or worker was lost. A cell that ended, however it did, isn't restarted.
 RETRIES = 3

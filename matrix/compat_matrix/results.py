@@ -5,6 +5,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer
@@ -116,7 +118,8 @@ class CellResult:
     attempt: Annotated[int, Field(ge=1, le=1_000_000)] = 1
 
 
-def options_of(command: str) -> dict[str, str | bool]:
+@lru_cache(1000)  # a page of figures asks for each of hundreds of runs, and a parser takes a third of a millisecond
+def options_of(command: str) -> Mapping[str, str | bool]:
     """The options in a command that change what its cells test, with their values."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for option in ("--axes", "--suite", "--pytest"):
@@ -126,7 +129,7 @@ def options_of(command: str) -> dict[str, str | bool]:
         found = vars(parser.parse_known_args(shlex.split(command))[0])
     except (ValueError, argparse.ArgumentError):  # not a command of the matrix
         return {}
-    return {name: value for name, value in found.items() if value}
+    return MappingProxyType({name: value for name, value in found.items() if value})
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from postgresql import Postgres
 from recorded_service import Service
 from small import Small
 from sqlalchemy import create_engine, text
+from waiting import LONG
 
 from compat_matrix.axes import Axes, load
 from compat_matrix.store import Store, database
@@ -19,6 +20,13 @@ settings.register_profile(
     "matrix", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )  # other tests run in parallel
 settings.load_profile("matrix")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test may wait several times, each time as long as only a hang takes."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(3 * LONG))
 
 
 @pytest.fixture

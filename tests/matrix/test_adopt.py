@@ -27,6 +27,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from small import PYTHON, TAG, Small
 from stored import cells, passed
+from waiting import LONG
 
 from compat_adoption import checkout, edits, steps
 from compat_adoption.steps import STEPS, Found, _run, judge, meeting
@@ -300,7 +301,7 @@ def test_it_goes_on_after_a_kill(released: Released, step: str, tmp_path: Path) 
     while step == "cells" and not begun.exists():
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=LONG)
     gate.touch()
     (tree,) = (released.folder / "cache" / "adopt").glob("*/tree")
     (tree / "half-done").write_text("")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -189,6 +189,24 @@ def test_a_problem_is_pointed_at(tmp_path: Path, old: str, new: str, at: str, sa
     text = GOOD.replace(old, new, 1)
     said = problem(tmp_path, text)
     assert f"{tmp_path / 'axes.toml'}:{line(text, at)}: {says}" in said
+
+
+@pytest.mark.parametrize("tables", ["[axes]", "[[axes]]"])
+def test_too_many_combinations_are_counted_and_not_made(
+    tmp_path: Path, tables: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def few(*axes: Sequence[object]) -> Iterator[tuple[object, ...]]:
+        assert len(axes) < 5, "the combinations are made"
+        return product(*axes)
+
+    monkeypatch.setattr("compat_matrix.axes.product", few)
+    values = ", ".join(f'"1.{number}"' for number in range(20))
+    own = "\n".join(f"a{number} = [{values}]" for number in range(7))
+    text = GOOD.replace("[axes]", tables, 1).replace('device = ["cpu", "cuda"]', own, 1)
+    said = problem(tmp_path, text)
+    number = 2 * 3 * 2 * 2 * 20**7
+    most = f"axes: {number:,} combinations, and a matrix has at most 200,000"
+    assert f"axes.toml:{line(text, tables)}: {most}: " in said
 
 
 def test_every_problem_is_said_at_once(tmp_path: Path) -> None:

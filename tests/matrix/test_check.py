@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import bare_site
 import pytest
 from recorded_service import EVIDENCE, NEAREST, PASSED, WRONG, Service
+from waiting import LONG
 
 import compat_matrix
 import kernel_compat
@@ -70,7 +71,7 @@ def test_it_asks_about_its_own_environment_and_imports_nothing_heavy(service: Se
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LONG,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -162,7 +163,7 @@ def test_an_answer_that_is_none_is_an_error(service: Service, status: int, answe
 
 @pytest.mark.parametrize("how", ["slow", "drip"])
 def test_a_service_that_takes_its_time_is_given_up(service: Service, how: str) -> None:
-    setattr(service, how, 0.4)
+    setattr(service, how, LONG)
     with pytest.raises(ServiceError, match="it didn't respond in time"):
         ask(service.url, here(), timeout=0.2)
 

@@ -16,7 +16,7 @@ from compat_matrix.arguments import COMMANDS
 from compat_matrix.axes import OWN, load
 from compat_matrix.service.site import Site
 from compat_matrix.service.submission import Submission
-from compat_matrix.store import Store, submissions
+from compat_matrix.store import Store, documents, submissions
 
 
 @pytest.fixture
@@ -230,6 +230,27 @@ def test_atlas_is_the_command_kernel_compat_atlas(project: Small, name: str, cod
     assert (done.returncode, done.stdout) == (alone.returncode, alone.stdout)
     assert done.returncode == code, done.stderr
     assert f'"transformers.{name}"' in done.stdout
+
+
+def test_atlas_keeps_the_seams_in_a_store(project: Small) -> None:
+    """Then the page of a service and a report show them, without a release to adopt."""
+    publish(project.folder, "torch", "2.11.0", {"torch/__init__.py": "", "torch/mine.py": "def f(a): ..."})
+    publish(project.folder, "torch", "2.12.0", {"torch/__init__.py": "", "torch/mine.py": "def f(a, b): ..."})
+    index = {"UV_DEFAULT_INDEX": (project.folder / "empty").as_uri(), "UV_FIND_LINKS": str(project.folder)}
+    options = ["--torch", "2.11-2.12", "--seam", "torch.mine:f", "--cache", "atlas"]
+    done = project.run("atlas", *options, **index)
+    kept = project.run("atlas", *options, "--store", "matrix.sqlite", **index)
+    assert (kept.returncode, kept.stdout) == (0, done.stdout), kept.stderr
+    with project.store as store:
+        (made,) = documents.kept(store, documents.ATLAS)
+        store.new_run([])
+    (seam,) = [one for one in json.loads(made.content)["seams"] if one["target"] == "torch.mine:f"]
+    assert [event["what"] for event in seam["history"]] == ["there", "changed"]
+    assert project.run("report", "site").returncode == 0
+    assert "torch.mine:f" in (project.folder / "site" / "seams.html").read_text()
+    project.write("mine.py", "import torch")
+    done = project.run("atlas", "--project", ".", "--store", "matrix.sqlite", **index)
+    assert (done.returncode, "--store keeps seams, and can't be combined with --project" in done.stderr) == (2, True)
 
 
 def test_one_cell_is_not_some_cells(small: Small) -> None:

@@ -14,12 +14,18 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import requests
+from served import served
 from sqlalchemy import text
 from stored import cells, failed, not_run, passed, stored
+from waiting import LONG
 
 from compat_matrix.cells import Cell
+from compat_matrix.pages import seams
 from compat_matrix.results import CellResult, Figure, Test
-from compat_matrix.store import Store
+from compat_matrix.service.app import create_app
+from compat_matrix.service.guard import Settings
+from compat_matrix.store import Store, documents
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "compatibility.py"
 GPU = "NVIDIA H100 80GB HBM3"
@@ -231,6 +237,37 @@ def test_the_results_that_are_kept_give_the_same_document(root: Path, store: Sto
     sys.argv = [str(SCRIPT), "--root", str(root)]  # the fixture restores them
     runpy.run_path(str(SCRIPT), run_name="__main__")
     assert texts == {path.name: path.read_bytes() for path in root.glob("docs/*") if path.suffix != ".xz"}
+
+
+def test_the_atlas_of_a_store_is_kept_with_its_results(root: Path, store: Store, write: Write, tmp_path: Path) -> None:
+    stored(store, [passed(cells()[0])])
+    (root / "matrix" / "pyproject.toml").write_text('[project]\nname = "mine"')
+    made = datetime(2026, 11, 1, tzinfo=timezone.utc)
+    documents.keep(store, documents.ATLAS, '{"seams": ["old"]}')
+    documents.keep(store, documents.ATLAS, '{"seams": []}', made)
+    write()
+    (tmp_path / "kept.sqlite").write_bytes(lzma.decompress((root / "docs" / "compatibility.sqlite.xz").read_bytes()))
+    with Store.open(str(tmp_path / "kept.sqlite"), create=False) as kept:
+        (atlas,) = documents.kept(kept, documents.ATLAS, 5)
+        assert (atlas.content, atlas.made) == ('{"seams": []}', made)
+        assert kept.project == "mine"
+
+
+def test_the_results_in_this_repository_have_seams(tmp_path: Path) -> None:
+    """A service of them, and a report, show the seams."""
+    path = tmp_path / "results.sqlite"
+    path.write_bytes(lzma.decompress(SCRIPT.with_name("compatibility.sqlite.xz").read_bytes()))
+    with Store.open(str(path), create=False) as store:
+        assert store.project == "kernel-compat"
+        pages = seams.values(store)
+        assert {"transformers", "torch"} <= pages.keys()
+        for name, page in pages.items():
+            assert page["releases"], name
+        assert len(pages["transformers"]["releases"]) >= 29
+        assert sum(len(page["seams"]) for page in pages.values()) > 90
+        with served(create_app(store, None, Settings())) as address:
+            shown = requests.get(f"{address}/seams?distribution=transformers", timeout=LONG).text
+    assert "transformers.modeling_flash_attention_utils:lazy_import_flash_attention" in shown
 
 
 def test_the_pictures_are_small_and_of_this_repository() -> None:

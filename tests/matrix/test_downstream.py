@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -11,14 +13,15 @@ import sys
 import zipfile
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+import tutorial
 import yaml
 from packaging.requirements import Requirement
 from small import PYTHON, TAG, Small
 
-TEXT = (Path(__file__).parents[2] / "docs" / "downstream.md").read_text(encoding="utf-8")
+INSTALLS: dict[str, Any] = runpy.run_path(str(tutorial.ROOT / "docs" / "installs.py"))
 
 #: Stubs with as much as the page's project uses of these.
 TRANSFORMERS = """
@@ -34,34 +37,6 @@ def get_peft_model(model, config):
     model.get_nb_trainable_parameters = lambda: (config.trained * 2 * model.config.size, 0)
     return model
 """
-
-
-class Block(NamedTuple):
-    """A block of code of the page: the file whose text it is, and its language."""
-
-    file: str
-    language: str
-    text: str
-
-
-def blocks() -> list[Block]:
-    found = re.findall(r"^(?:`([^`\n]*)`:\n\n)?```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-    return [Block(*block) for block in found]
-
-
-def commands() -> list[str]:
-    """The commands of the matrix on the page, in its order."""
-    lines = [line for block in blocks() if block.language == "sh" for line in block.text.splitlines()]
-    return [line for line in lines if line.startswith("kernel-compat-matrix ")]
-
-
-def write(folder: Path) -> list[dict[str, Any]]:
-    """Write the page's files; returns its workflows."""
-    for block in blocks():
-        if block.file:
-            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / block.file).write_text(block.text, encoding="utf-8")
-    return [yaml.safe_load(block.text) for block in blocks() if block.file.startswith(".github/workflows/")]
 
 
 def packed(small: Small, name: str) -> None:
@@ -100,7 +75,7 @@ def test_the_page_is_right_as_it_is_written(tmp_path: Path) -> None:
         small.wheel("transformers", version, {"transformers.py": TRANSFORMERS}, requires=["torch"])
     for version in ("0.18.1", "0.21.0", "0.21.2"):
         small.wheel("peft", version, {"peft.py": PEFT}, requires=["torch", "transformers"])
-    workflow, nightly = write(small.folder)
+    workflow, nightly = map(yaml.safe_load, tutorial.write(small.folder))
     axes = small.folder / "axes.toml"
     axes.write_text(axes.read_text().replace('"3.12"', f'"{PYTHON}"'))
 
@@ -109,11 +84,15 @@ def test_the_page_is_right_as_it_is_written(tmp_path: Path) -> None:
         assert done.returncode == 0, (command, done)
         return done.stdout
 
-    printed = {command: run(command) for command in commands()}
-    listed = next(block.text for block in blocks() if block.language == "text").replace("py312", TAG)
+    install, *rest = tutorial.commands()
+    assert not INSTALLS["others"](install), "tests/packages runs it"
+    printed = {command: run(command) for command in rest}
+    listed = next(block.text for block in tutorial.blocks() if block.language == "text").replace("py312", TAG)
     assert printed["kernel-compat-matrix list"] == listed
     pins = [path.stem for path in (small.folder / "pins").iterdir()]
     assert sorted(pins) == sorted({part for name in listed.split() for part in _parts(name)})
+    with small.store as store:
+        assert store.project == "quiet-adapters"
     found = small.results()
     assert {name: one.verdict for name, one in found.items()} == dict.fromkeys(listed.split()[2:], "passed")
     packages = found[f"{TAG}-tf5.23-torch2.11-peft=0.21"].environment["packages"]
@@ -168,6 +147,70 @@ def test_the_page_is_right_as_it_is_written(tmp_path: Path) -> None:
     assert all(f"night-{night}" in run(diff) for night in ("1", "2"))
 
 
+#: Every document, and the workflows and other files that run commands.
+DOCUMENTS = sorted(
+    path
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "*/README.md",
+        "*/*/README.md",
+        ".github/workflows/*.yml",
+        "matrix/Containerfile",
+    )
+    for path in tutorial.ROOT.glob(pattern)
+)
+
+
+def test_no_document_names_a_command_that_fails_today() -> None:
+    """Until the distributions are on an index, every command that installs one reads a clone, and its document says so."""
+    named = {path.relative_to(tutorial.ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCUMENTS}
+    assert not {name: others for name, text in named.items() if (others := INSTALLS["others"](text))}
+    have = {name for name, text in named.items() if INSTALLS["commands"](text)}
+    assert {"docs/downstream.md", "docs/project-atlas.md", "matrix/README.md", "atlas/README.md"} <= have
+    if not INSTALLS["PUBLISHED"]:
+        for name in have:
+            assert "on a package index" in named[name], name
+            prose = re.sub(r"```.*?```", "", named[name], flags=re.DOTALL)
+            in_workflow = "vars.KERNEL_COMPAT" in named[name]
+            assert prose.count("`KERNEL_COMPAT`") >= 1 + (in_workflow and "$KERNEL_COMPAT#" in named[name]), name
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "uvx kernel-compat-atlas --project .",
+        "uv tool run kernel-compat-atlas",
+        'pip install "kernel-compat[prove]"',
+        "python3 -m pip install kernel-compat-matrix",
+        "- run: pip install kernel-compat-atlas",
+        "uv pip install 'kernel-compat-matrix[ray]'",
+        "uv add kernel-compat",
+        "pipx run kernel-compat-atlas",
+        "uv run --with kernel-compat-matrix kernel-compat-matrix list",
+        "Install it with `pip install kernel-compat-ops`.",
+    ],
+)
+def test_a_command_that_needs_an_index_is_noticed(line: str) -> None:
+    assert INSTALLS["others"](f"Before.\n\n    {line}\n") == ([] if INSTALLS["PUBLISHED"] else [line])
+
+
+@pytest.mark.parametrize(
+    "line", ["pip install . ./atlas ./matrix", "kernel-compat-matrix run --all", "cd kernel-compat/atlas"]
+)
+def test_a_command_of_a_checkout_needs_no_index(line: str) -> None:
+    assert INSTALLS["commands"](line) == []
+
+
+def test_each_job_of_the_workflows_installs_the_command_before_it_runs_it(tmp_path: Path) -> None:
+    for workflow in map(yaml.safe_load, tutorial.write(tmp_path)):
+        for name, job in workflow["jobs"].items():
+            first, *steps = [step["run"] for step in job["steps"] if "run" in step]
+            assert INSTALLS["commands"](first), name
+            assert not INSTALLS["others"](f"- run: {first}"), name
+            assert any(step.startswith("kernel-compat-matrix ") for step in steps), name
+
+
 def steps_of(workflow: dict[str, Any], job: str) -> list[str]:
     """The first line of each command of a job."""
     return [step["run"].splitlines()[0] for step in workflow["jobs"][job]["steps"] if "run" in step]
@@ -179,17 +222,21 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_the_page_is_right_with_the_real_packages(tmp_path: Path) -> None:
-    """With the network, and the page's Python."""
-    write(tmp_path)
-    for command in commands():
-        done = subprocess.run(
-            [sys.executable, "-m", "compat_matrix", *shlex.split(command)[1:]],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, (command, done.stdout, done.stderr)
-    assert (tmp_path / "site" / "cells" / "py312-tf5.23-torch2.11-peft=0.21.html").exists()
+    """Every command as it is written, from a clone, in an environment that is empty; with the network, and the page's Python."""
+    tutorial.write(tmp_path / "project")
+    subprocess.run(
+        [sys.executable, "-m", "uv", "venv", "-q", "--seed", "--python", sys.executable, "venv"],
+        cwd=tmp_path,
+        check=True,
+    )
+    environment = {
+        **os.environ,
+        "KERNEL_COMPAT": tutorial.ROOT.as_uri(),
+        "PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}",
+    }
+    script = "\n".join(["set -euo pipefail", *tutorial.commands()])
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path / "project", env=environment, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "project" / "site" / "cells" / "py312-tf5.23-torch2.11-peft=0.21.html").exists()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from small import PYTHON, TAG, Small
+from waiting import LONG
 
 TEXT = (Path(__file__).parents[2] / "docs" / "matrix-machines.md").read_text(encoding="utf-8")
 
@@ -28,7 +29,7 @@ def test_the_array_of_slurm(small: Small) -> None:
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     for task in ("1", "2"):
         words = ["bash", "-c", script]
-        subprocess.run(words, env={**environment, "SLURM_ARRAY_TASK_ID": task}, cwd="/", check=True, timeout=120)
+        subprocess.run(words, env={**environment, "SLURM_ARRAY_TASK_ID": task}, cwd="/", check=True, timeout=LONG)
     merged = small.run("merge", *map(str, sorted((home / "results").glob("*.sqlite"))))
     assert merged.returncode == 0, merged.stderr
     assert {name: result.verdict for name, result in small.results().items()} == {

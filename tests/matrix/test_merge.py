@@ -251,3 +251,46 @@ def test_a_log_that_is_too_long_is_kept_without_its_middle(tmp_path: Path, monke
             assert text.endswith(" end")
             assert re.search(r"\n\n\[\.\.\. \d+ characters were not kept \.\.\.\]\n\n", text)
             assert len(text.encode()) <= 100_000
+
+
+def test_the_runs_of_another_project_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def merge(to: str, *names: str) -> tuple[int, str]:
+        stores = [str(tmp_path / f"{name}.db") for name in names if not name.startswith("-")]
+        code = main(["merge", "--store", str(tmp_path / f"{to}.db"), *stores, *(n for n in names if n.startswith("-"))])
+        return code, capsys.readouterr().err
+
+    runs = {}
+    for name, project, cell in (
+        ("ours", "my-Project", CELLS[0]),
+        ("shard", "my_project", CELLS[1]),
+        ("theirs", "quiet-adapters", dataclasses.replace(CELLS[0], extra=(("peft", "0.18"),))),
+        ("old", "", CELLS[2]),
+    ):
+        with Store.open(str(tmp_path / f"{name}.db")) as store:
+            store.claim(project)
+            store.claim("a second one changes nothing" if project else "")
+            runs[name] = stored(store, [passed(cell)])
+            assert store.project == project
+    assert merge("ours", "shard", "old") == (0, "")
+    code, said = merge("ours", "theirs")
+    assert code == 2
+    assert "theirs.db has the runs of the project quiet-adapters, and this one those of my-Project" in said
+    assert "--any-project" in said
+    with Store.open(str(tmp_path / "ours.db")) as store:
+        assert {one.id for one in store.runs()} == {runs["ours"], runs["shard"], runs["old"]}
+    assert merge("ours", "theirs", "--any-project") == (0, "")
+    with Store.open(str(tmp_path / "ours.db")) as store:
+        assert (len(store.runs()), store.project) == (4, "my-Project")
+        store.export([runs["ours"]], tmp_path / "export.db")
+    assert merge("new", "export") == (0, ""), "a store of nothing is of the first project"
+    assert merge("new", "theirs")[0] == 2
+    assert merge("old", "ours") == (0, "")
+    with Store.open(str(tmp_path / "old.db")) as store:
+        assert store.project == "", "what it had may be of any"
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a" * 300])
+def test_the_name_of_a_project_is_checked(refused: Merge, theirs: Path, name: str) -> None:
+    with Store.open(str(theirs)) as store:
+        store.claim(name)
+    assert "isn't a name" in refused()

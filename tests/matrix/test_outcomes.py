@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from forked import Forked
+from waiting import LONG
 
 from compat_matrix.axes import Known
 from compat_matrix.cell import kernel_compat_cell
@@ -60,10 +61,16 @@ def ran(folder: Path, *arguments: str, **files: str) -> Ran:
     if "kernel_compat" in files:  # a forked process would already have imported the real one
         with log.open("wb") as output:
             returncode = subprocess.run(
-                [sys.executable, *command], cwd=folder, env=given, stdout=output, stderr=output, timeout=60, check=False
+                [sys.executable, *command],
+                cwd=folder,
+                env=given,
+                stdout=output,
+                stderr=output,
+                timeout=LONG,
+                check=False,
             ).returncode
     else:
-        returncode = Forked(*command, folder=folder, environment=given, output=log).wait(60)
+        returncode = Forked(*command, folder=folder, environment=given, output=log).wait(LONG)
     tests, uncollected = read_report_log(report)
     found = json.loads(environment.read_text()) if environment.exists() else {}
     return Ran(tests, uncollected, found, log.read_text(errors="replace"), returncode, report)
@@ -493,6 +500,23 @@ def test_a_figure_has_one_value_and_one_unit_in_a_cell() -> None:
         ),
         Test("test_d", "failed", 0.1, "the figure 'x' was recorded before, by test_d", (Figure("x", 1.0, ""),)),
     ]
+
+
+def test_a_parametrized_test_puts_the_parameter_into_the_name_of_its_figure(tmp_path: Path) -> None:
+    """As docs/matrix.md has it. Without the parameter the second test fails, and says what is missing."""
+    text = (Path(__file__).parents[2] / "docs" / "matrix.md").read_text(encoding="utf-8")
+    (block,) = (one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "parametrize" in one)
+    for folder in ("as it is", "without"):
+        (tmp_path / folder).mkdir()
+    found = ran(tmp_path / "as it is", test_it=f"import pytest\nseconds = 0.0125\n{block}")
+    names = [figure.name for test in found.tests for figure in test.figures]
+    assert (found.verdict[0], names) == ("passed", ["step time, eager", "step time, sdpa"])
+    assert block.count(", {kernel}") == 1
+    without = block.replace(", {kernel}", "")
+    found = ran(tmp_path / "without", test_it=f"import pytest\nseconds = 0.0125\n{without}")
+    first, second = distinct(found.tests)
+    assert (first.outcome, second.outcome) == ("passed", "failed")
+    assert "recorded before, by test_it.py::test_kernel[eager]: put the parameter into its name" in second.message
 
 
 def test_a_test_that_passes_when_it_is_repeated_is_flaky() -> None:

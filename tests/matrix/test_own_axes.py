@@ -10,6 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 from small import PYTHON, TAG, Small
 from stored import passed, stored, unfinished
+from waiting import LONG
 
 from compat_matrix import pins
 from compat_matrix.axes import load
@@ -127,7 +128,7 @@ def test_tox_runs_one(project: Small) -> None:
     text = (project.folder / "axes.toml").read_text()
     (project.folder / "axes.toml").write_text(text.replace('path = ".."', 'path = "."'))
     process = project.python("-m", "tox", "-e", name("0.16"))
-    assert process.wait(120) == 0, process.said()
+    assert process.wait(LONG) == 0, process.said()
     assert [*project.results()] == [name("0.16")]
     (project.folder / "deep").mkdir()
     assert project.run("list").stdout.split()[0] == name("0.16")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import resource
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,13 +18,16 @@ import requests
 from served import served
 from small import TAG, Small
 from sqlalchemy import create_engine, event, select, text
-from stored import failed, passed
+from stored import failed, passed, stored
+from waiting import LONG
 
 from compat_matrix.axes import Axes
 from compat_matrix.cells import parse
+from compat_matrix.errors import MatrixError
 from compat_matrix.service import tokens
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import HEADERS, REQUEST_BYTES, Settings
+from compat_matrix.service.site import Site
 from compat_matrix.store import Store, database, submissions
 from compat_matrix.store.models import SUBMISSION
 
@@ -44,7 +50,9 @@ class Api:
 
     def ask(self, method: str, path: str, token: str | None = "both", **more: Any) -> requests.Response:
         headers = {} if token is None else {"authorization": f"Bearer {self.tokens.get(token, token)}"}
-        return requests.request(method, self.url + path, headers=headers | more.pop("headers", {}), timeout=30, **more)
+        return requests.request(
+            method, self.url + path, headers=headers | more.pop("headers", {}), timeout=LONG, **more
+        )
 
     def submit(self, **wanted: Any) -> str:
         found = self.ask("POST", "/api/v1/runs", json=wanted)
@@ -92,6 +100,15 @@ def test_a_run_through_the_api(api: Api) -> None:
     assert api.ask("POST", f"/api/v1/runs/{run}/cancel").status_code == 204
     assert api.ask("DELETE", f"/api/v1/runs/{run}").status_code == 204
     assert api.store.runs() == []
+
+
+def test_a_command_in_the_reason_of_a_refused_form_is_code(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise MatrixError("there are no pins: create them with `kernel-compat-matrix pin`")
+
+    monkeypatch.setattr(Site, "submit", refuse)
+    found = requests.post(f"{api.url}/runs", {"all": "y"}, auth=("", api.tokens["submit"]), headers=SAME, timeout=LONG)
+    assert "create them with <code>kernel-compat-matrix pin</code>" in found.text
 
 
 @pytest.mark.parametrize(
@@ -150,7 +167,7 @@ def test_a_submission_names_cells_and_nothing_else(api: Api) -> None:
 
 def raw(api: Api, path: str, head: str, chunks: Iterator[bytes]) -> int:
     """Send the whole body even if the server answers early; returns the status."""
-    connection = http.client.HTTPConnection(urlsplit(api.url).netloc, timeout=60)
+    connection = http.client.HTTPConnection(urlsplit(api.url).netloc, timeout=LONG)
     connection.putrequest("POST", path)
     for line in (f"authorization: Bearer {api.tokens['both']}", "content-type: application/json", head):
         connection.putheader(*line.split(": "))
@@ -177,7 +194,7 @@ def test_a_body_that_is_too_large_is_not_kept_in_memory(api: Api) -> None:
     assert raw(api, "/api/v1/runs", "transfer-encoding: chunked", chunked(250_000_000)) == 400
     assert most_memory() - before < 100_000_000
     assert raw(api, "/api/v1/runs", "content-length: -1", iter(())) == 400
-    assert requests.get(f"{api.url}/api/v1/openapi.json", timeout=10).ok
+    assert requests.get(f"{api.url}/api/v1/openapi.json", timeout=LONG).ok
 
 
 @pytest.mark.parametrize("settings", [Settings(upload_bytes=100_000)])
@@ -185,6 +202,27 @@ def test_a_store_that_is_too_large_is_refused(api: Api) -> None:
     kind = {"content-type": "application/vnd.sqlite3"}
     for data, status in ((bytes(100_001), 413), ((bytes(10_000) for _ in range(11)), 400)):
         assert api.ask("POST", "/api/v1/runs", data=data, headers=kind).status_code == status
+
+
+def test_an_uploaded_store_is_of_the_same_project(api: Api, tmp_path: Path) -> None:
+    """The own axes of another one would be fields of this project's form."""
+    kind = {"content-type": "application/vnd.sqlite3"}
+    bodies = {}
+    for project, axis in (("quiet-adapters", "peft"), ("Small", "backend")):
+        with Store.open(str(tmp_path / project)) as store:
+            store.claim(project)
+            run = stored(store, [passed(replace(parse(CELLS[0]), extra=((axis, "1.0"),)))])
+            store.export([run], tmp_path / f"{project}.sqlite")
+        bodies[project] = (tmp_path / f"{project}.sqlite").read_bytes()
+    found = api.ask("POST", "/api/v1/runs", headers=kind, data=bodies["quiet-adapters"])
+    assert found.status_code == 422
+    said = "the store that was sent has the runs of the project quiet-adapters, and this one those of small"
+    assert said in found.json()["detail"]
+    assert api.store.runs() == []
+    assert 'name="peft"' not in requests.get(api.url, timeout=LONG).text
+    found = api.ask("POST", "/api/v1/runs", headers=kind, data=bodies["Small"])
+    assert found.json() == {"merged": [run]}
+    assert 'name="backend"' in requests.get(api.url, timeout=LONG).text
 
 
 def test_an_uploaded_store_has_plain_tables_only(api: Api, tmp_path: Path) -> None:
@@ -204,7 +242,10 @@ def test_an_uploaded_store_has_plain_tables_only(api: Api, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("settings", [Settings(writes_per_minute=5, failures_per_minute=4)])
-def test_too_many_requests_are_told_to_wait(api: Api) -> None:
+def test_too_many_requests_are_told_to_wait(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()  # the minute doesn't end before the requests do
+    monkeypatch.setattr("limits.storage.memory.time", SimpleNamespace(time=lambda: now))
+
     def said(times: int, method: str, path: str, token: str, **more: Any) -> list[int]:
         found = [api.ask(method, path, token, **more) for _ in range(times)]
         assert all(1 <= int(one.headers["retry-after"]) <= 60 for one in found if one.status_code == 429)
@@ -232,9 +273,9 @@ def test_a_closed_service_is_read_with_any_token(api: Api) -> None:
         for token in ("submit", "read"):
             assert api.ask("GET", path, token).status_code in (200, 404)
     url = f"{api.url}/api/v1/openapi.json"
-    assert requests.get(url, auth=("anybody", api.tokens["read"]), timeout=10).status_code == 200
-    assert requests.get(url, auth=("anybody", "wrong"), timeout=10).status_code == 401
-    assert requests.get(url, headers={"authorization": "Basic !!!"}, timeout=10).status_code == 401
+    assert requests.get(url, auth=("anybody", api.tokens["read"]), timeout=LONG).status_code == 200
+    assert requests.get(url, auth=("anybody", "wrong"), timeout=LONG).status_code == 401
+    assert requests.get(url, headers={"authorization": "Basic !!!"}, timeout=LONG).status_code == 401
 
 
 def test_all_answers_have_the_headers(api: Api) -> None:
@@ -272,22 +313,22 @@ def test_a_run_is_submitted_cancelled_and_retried_from_pages(api: Api) -> None:
     me = ("anybody", api.tokens["submit"])
 
     def post(path: str, **form: str) -> requests.Response:
-        return requests.post(api.url + path, data=form, auth=me, headers=SAME, allow_redirects=False, timeout=30)
+        return requests.post(api.url + path, data=form, auth=me, headers=SAME, allow_redirects=False, timeout=LONG)
 
-    page = requests.get(f"{api.url}/runs", timeout=30).text
+    page = requests.get(f"{api.url}/runs", timeout=LONG).text
     assert '<form class="filter" action="/runs" method="post"' in page
     found = post("/runs", only="transformers>=5.1", suite="default", label="mine")
     (run,) = api.store.runs()
     assert (found.status_code, found.headers["location"]) == (303, f"/runs/{run.id}")
     assert (run.label, len(api.store.summary(run.id)), submissions.waiting(api.store)[0].run) == ("mine", 2, run.id)
-    page = requests.get(f"{api.url}/runs/{run.id}", timeout=30).text
+    page = requests.get(f"{api.url}/runs/{run.id}", timeout=LONG).text
     assert f'action="/runs/{run.id}/cancel"' in page
     found = post(f"/runs/{run.id}/cancel")
     assert (found.status_code, found.headers["location"]) == (303, f"/runs/{run.id}")
     assert (api.store.run(run.id).state, submissions.waiting(api.store)) == ("interrupted", [])
     found = post(f"/runs/{run.id}/cancel")
     assert (found.status_code, "has ended" in found.text) == (409, True)
-    assert f'action="/runs/{run.id}/retry"' in requests.get(f"{api.url}/runs/{run.id}", timeout=30).text
+    assert f'action="/runs/{run.id}/retry"' in requests.get(f"{api.url}/runs/{run.id}", timeout=LONG).text
     assert post(f"/runs/{run.id}/retry").status_code == 303
     assert api.store.run(run.id).state == "running"
     assert post("/runs/nothing/cancel").status_code == 404
@@ -295,7 +336,7 @@ def test_a_run_is_submitted_cancelled_and_retried_from_pages(api: Api) -> None:
 
 def test_a_form_that_is_refused_is_kept_and_explained(api: Api) -> None:
     def post(**form: str) -> requests.Response:
-        return requests.post(f"{api.url}/runs", data=form, auth=("", api.tokens["submit"]), headers=SAME, timeout=30)
+        return requests.post(f"{api.url}/runs", data=form, auth=("", api.tokens["submit"]), headers=SAME, timeout=LONG)
 
     for form, said in (
         ({"only": "torch==9 <b>", "suite": "default", "label": "x"}, "torch==9 &lt;b&gt;"),
@@ -315,7 +356,7 @@ def test_a_service_that_runs_nothing_has_no_form_for_runs(api: Api) -> None:
     run = api.store.new_run([parse(CELLS[0])])
     api.store.finish(run, "interrupted")
     for path in ("/runs", f"/runs/{run}"):
-        assert 'method="post"' not in requests.get(api.url + path, timeout=30).text
+        assert 'method="post"' not in requests.get(api.url + path, timeout=LONG).text
 
 
 # Internal errors.
@@ -345,7 +386,7 @@ def test_a_mistake_in_our_code_is_a_500_with_an_id(store: Store, axes: Axes, cap
         raise RuntimeError("a secret of the inside")
 
     with served(app) as url:
-        found = requests.get(f"{url}/api/v1/mistake", timeout=10)
+        found = requests.get(f"{url}/api/v1/mistake", timeout=LONG)
     assert found.status_code == 500
     assert "secret" not in found.text
     assert found.json()["id"] in caplog.text

@@ -28,6 +28,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, Request, expect, sync_playwright
 from served import served
 from stored import cells, failed, stored, unfinished
+from waiting import LONG
 
 from compat_matrix.axes import load
 from compat_matrix.pages import report
@@ -63,6 +64,7 @@ Open = Callable[..., Page]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=LONG * 1000)
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
@@ -91,6 +93,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
 
     def open_page(address: str, **more: Any) -> Page:
         context = browser.new_context(**{"viewport": DESKTOP} | more)
+        context.set_default_timeout(LONG * 1000)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: said.append(message.text))
@@ -247,17 +250,16 @@ def test_a_running_cell_ends_before_the_eyes_of_the_reader(open_page: Open, tmp_
             expect(shown).to_have_attribute(
                 "aria-label",
                 f"ok {datetime.now(timezone.utc):%Y-%m-%d}: transformers {cell.transformers}, torch {cell.torch}",
-                timeout=15_000,
             )
             # The page isn't reloaded: the focus stays.
             assert page.evaluate("document.activeElement.getAttribute('href')") == f"/cells/{cell}"
-            expect(other.locator(".verdict")).to_contain_text("ok", timeout=15_000)
-            expect(other.locator("#activity")).to_have_count(0, timeout=15_000)
-            expect(status.locator("main")).not_to_contain_text(cell.name, timeout=15_000)
+            expect(other.locator(".verdict")).to_contain_text("ok")
+            expect(other.locator("#activity")).to_have_count(0)
+            expect(status.locator("main")).not_to_contain_text(cell.name)
             # Later changes are shown too.
             service_demo.run_now(store, run, [second])
             expect(page.locator(f".grid a[href='/cells/{second}']")).to_have_attribute(
-                "aria-label", re.compile("running"), timeout=20_000
+                "aria-label", re.compile("running")
             )
             for one in (page, other, status):  # closed while the service still answers them
                 one.context.close()
@@ -270,6 +272,7 @@ def test_a_run_is_submitted_and_cancelled_with_a_password(browser: Browser, tmp_
         before = [one.id for one in store.runs()]
         with served(create_app(store, load(tmp_path / "axes.toml"), Settings())) as address:
             context = browser.new_context(http_credentials={"username": "me", "password": secret})
+            context.set_default_timeout(LONG * 1000)
             page = context.new_page()
             page.goto(f"{address}/runs")
             page.get_by_label("Cells", exact=True).fill("transformers==5.23 and device==cpu")

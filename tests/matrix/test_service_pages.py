@@ -15,6 +15,7 @@ from typing import Literal
 from urllib.parse import quote, unquote, urljoin
 
 import pytest
+from waiting import LONG
 
 pytest.importorskip("fastapi", reason="the service needs kernel-compat-matrix[service]")
 
@@ -28,7 +29,7 @@ from compat_matrix.axes import load
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.pages import report
-from compat_matrix.pages.render import Links
+from compat_matrix.pages.render import Links, code
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import Settings
@@ -102,7 +103,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def get(store: Store) -> Iterator[Get]:
     """Gets a page of a service without axes."""
     with served(create_app(store, None, Settings())) as address, requests.Session() as session:
-        yield lambda path, **more: session.get(address + path, timeout=30, **more)
+        yield lambda path, **more: session.get(address + path, timeout=LONG, **more)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Get, servic
         made = service_demo.fill(store, folder)
         app = create_app(store, load(folder / "axes.toml"), Settings())
         with served(app) as address, requests.Session() as session:
-            yield lambda path, **more: session.get(address + path, timeout=30, **more), made, store
+            yield lambda path, **more: session.get(address + path, timeout=LONG, **more), made, store
 
 
 # All pages.
@@ -141,6 +142,7 @@ def test_every_link_leads_somewhere(demo: tuple[Get, service_demo.Demo, Store]) 
         assert not set(labels) - set(ids), address
         assert all(one.get("scope") in ("row", "col") for one in page.all("th")), address
         assert len(page.all("h1")) == 1, address
+        assert "`" not in page.text, address
         for link in [
             *page.links,
             *(one["src"] for one in page.all("script")),
@@ -153,7 +155,7 @@ def test_every_link_leads_somewhere(demo: tuple[Get, service_demo.Demo, Store]) 
             # Each facet combined with each filter would be a thousand pages.
             if ("state=" not in link and "=all" not in link) or address == "/":
                 todo.append(link)
-    assert {"/runs", "/diff", "/seams", "/types", "/status"} <= seen
+    assert {"/runs", "/diff", "/seams", "/types", "/status", "/api"} <= seen
     assert len([address for address in seen if address.endswith("attempt=1")]) > 5
 
 
@@ -175,8 +177,8 @@ def test_the_pages_of_both_databases_are_the_same(url: str, tmp_path: Path) -> N
                 ("/types", "no tiny model could be made"),
                 ("/status", "5 cells."),
             ):
-                assert said in " ".join(_page(requests.get(address + path, timeout=30)).text.split()), path
-            log = requests.get(f"{address}{LOG.format(made.runs['new'], 'py312-tf5.23-torch2.15')}", timeout=30).text
+                assert said in " ".join(_page(requests.get(address + path, timeout=LONG)).text.split()), path
+            log = requests.get(f"{address}{LOG.format(made.runs['new'], 'py312-tf5.23-torch2.15')}", timeout=LONG).text
             assert log.startswith("test session starts\ncollected 87 items\n")
 
 
@@ -225,11 +227,11 @@ def test_behind_a_proxy_that_cuts_a_prefix_off(store: Store) -> None:
     app = create_app(store, None, Settings())
     with served(app, "/matrix") as address:
         # The proxy removes the prefix, but ASGI's path includes it.
-        page = _page(requests.get(f"{address}/", timeout=30))
+        page = _page(requests.get(f"{address}/", timeout=LONG))
         assert page.links
         for link in page.links:
             assert link.startswith(("/matrix/", "#")), link
-        moved = requests.get(f"{address}/runs/x", timeout=30, allow_redirects=False)
+        moved = requests.get(f"{address}/runs/x", timeout=LONG, allow_redirects=False)
         assert moved.headers["location"] == f"/matrix/runs/{store.resolve('x')}"
 
 
@@ -751,6 +753,18 @@ def test_the_api_has_a_page(get: Get) -> None:
             assert f"{method.upper()} {path}" in text
     assert "A release such as 5.9.0, or 5.9 for any of its patches." in text
     assert "none, fa2, fa3, fa4, torch" in text
+    assert "<code>next</code> of the page before." in get("/api").text
+
+
+def test_what_stands_between_backticks_is_code() -> None:
+    assert code("as of `adopt --store`, such as ``peft=0.18``: `a` b") == (
+        "as of <code>adopt --store</code>, such as <code>peft=0.18</code>: <code>a</code> b"
+    )
+    assert code("one ` alone") == "one ` alone"
+    made = str(code(f"`{HOSTILE}` {HOSTILE}"))
+    assert "<script" not in made
+    assert "<img" not in made
+    assert not set(made) & {"\x1b", "\x07", "\x00"}
 
 
 def test_the_document_of_the_api_has_every_schema_that_it_refers_to(get: Get) -> None:
@@ -765,25 +779,25 @@ def test_the_database_is_gone(tmp_path: Path) -> None:
         stored(store, [passed(OLD[0])])
         app = create_app(store, None, Settings())
         with served(app) as address:
-            _page(requests.get(address, timeout=30))
+            _page(requests.get(address, timeout=LONG))
             store.close()  # open connections of the pool would still answer
             kept = path.read_bytes()
             path.write_bytes(b"gone" * 1000)
             for page in ("/runs", "/?state=passed", "/status", f"/cells/{OLD[0]}", "/diff"):
-                response = requests.get(address + page, timeout=30)
+                response = requests.get(address + page, timeout=LONG)
                 assert "the database doesn't answer" in _page(response, 503).text
                 assert response.headers["retry-after"] == "5"
                 assert str(tmp_path) not in response.text
             path.write_bytes(kept)
             time.sleep(1.1)
-            _page(requests.get(f"{address}/runs", timeout=30))
+            _page(requests.get(f"{address}/runs", timeout=LONG))
 
 
 def test_reading_writes_nothing(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, _, store = demo
     for path in ("/", "/runs", "/status"):
-        assert requests.post(urljoin(get(path).url, path), timeout=30).status_code in (401, 403)
-        head = requests.head(get(path).url, timeout=30)
+        assert requests.post(urljoin(get(path).url, path), timeout=LONG).status_code in (401, 403)
+        head = requests.head(get(path).url, timeout=LONG)
         assert head.status_code == 200
     assert isinstance(store.runs()[0], Run)
 

@@ -17,10 +17,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from forked import Forked
-from network import until
 from sqlalchemy import create_engine, event, func, make_url, select, text
 from sqlalchemy.engine import Engine
 from stored import axes_of, cells, failed, not_run, passed, released, stored, unfinished
+from waiting import LONG, until
 
 from compat_matrix.cells import Cell
 from compat_matrix.commands import runs
@@ -413,7 +413,7 @@ def test_processes_that_make_a_store_and_write_at_once(url: str, tmp_path: Path)
         run = store.new_run(CELLS[:1])
     (tmp_path / "told").write_text(run)
     (tmp_path / "told").rename(tmp_path / "run")
-    assert [writer.wait(60) for writer in writers] == [0, 0], [writer.said() for writer in writers]
+    assert [writer.wait(LONG) for writer in writers] == [0, 0], [writer.said() for writer in writers]
     with Store.open(url) as store:
         assert [len(store.history(one)) for one in CELLS[:3]] == [8, 8, 8]
         assert len(store.result(run, CELLS[0], attempt=3).tests) == 40
@@ -434,7 +434,7 @@ with Store.open(sys.argv[1]) as store:
     writer = _forked(tmp_path, script, str(path))
     until(lambda: writer.said().count("\n") > 20, "twenty results")
     writer.kill()
-    assert writer.wait(60) == -signal.SIGKILL
+    assert writer.wait(LONG) == -signal.SIGKILL
     run, *said = writer.said().splitlines(keepends=True)
     run = run.strip()
     last = max(int(line) for line in said if line.endswith("\n"))
@@ -731,7 +731,7 @@ with Store.open(sys.argv[1]) as store:
 
 def _fill(folder: Path, path: Path, limit: str = "") -> tuple[str, str, int]:
     process = _forked(folder, FULL, str(path), limit)
-    assert process.wait(60) == 0, process.said()
+    assert process.wait(LONG) == 0, process.said()
     error, run, attempts = process.said().splitlines()
     return error, run, int(attempts)
 

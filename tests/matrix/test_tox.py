@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from small import TAG, Small
+from waiting import LONG
 
 pytest.importorskip("tox", reason="the extra tox")
 
@@ -18,7 +19,7 @@ def project(small: Small) -> Small:
 
 def tox(small: Small, *arguments: str) -> subprocess.CompletedProcess[str]:
     process = small.python("-m", "tox", *arguments)
-    return subprocess.CompletedProcess(arguments, process.wait(120), process.said())
+    return subprocess.CompletedProcess(arguments, process.wait(LONG), process.said())
 
 
 def test_tox_lists_the_cells_behind_the_projects_own_environments(project: Small) -> None:

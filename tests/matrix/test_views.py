@@ -3,8 +3,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
+import shlex
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -422,6 +426,22 @@ def test_a_series_is_of_one_device_and_one_suite(
         assert "figures with too few earlier runs to know their noise: 1" in shown
 
 
+def test_the_command_of_a_run_is_read_once_for_all_its_figures(
+    store: Store, call: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report of 5,000 figures in 300 runs read each command hundreds of times, for four fifths of its time."""
+    every = tuple(Figure(f"figure {number}", 1.0, "ms") for number in range(10))
+    for cell in OLD[:2]:
+        for number in range(8):
+            run = store.new_run([cell], command=f"run {cell} -j {number}")
+            store.add(run, passed(cell, tests=[Test("t.py::test", "passed", 0.1, "", every)]))
+    read = []
+    split = shlex.split
+    monkeypatch.setattr(shlex, "split", lambda text, *more: read.append(text) or split(text, *more))
+    assert call(report, str(tmp_path / "site")) == 0
+    assert 0 < len(read) <= 2 * 8, len(read)
+
+
 def test_diff_of_figures(store: Store, call: Command, capsys: pytest.CaptureFixture[str]) -> None:
     cell = OLD[0]
     measured(store, cell, *STEADY, 10.3, label="same")
@@ -687,6 +707,30 @@ def test_a_report_leaves_what_is_not_its_own(store: Store, call: Command, tmp_pa
         call(report, "/dev/null/site")
 
 
+@pytest.mark.parametrize("manifest", [False, True])
+def test_a_folder_of_something_else_is_refused_before_its_tree_is_walked(
+    store: Store, call: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manifest: bool
+) -> None:
+    stored(store, [passed(OLD[0])])
+    for number in range(30):
+        (tmp_path / "usr" / "lib" / str(number)).mkdir(parents=True)
+    (tmp_path / "usr" / "notes.txt").write_text("mine")
+    if manifest:
+        (tmp_path / "usr" / report.MANIFEST).write_text(f"{report.MANIFEST}\nindex.html\n")
+    opened = []
+    scan, names = os.scandir, os.listdir
+    monkeypatch.setattr(os, "scandir", lambda path=".": opened.append(path) or scan(path))
+    monkeypatch.setattr(os, "listdir", lambda path=".": opened.append(path) or names(path))
+    with pytest.raises(MatrixError, match=r"contains .*, such as (notes\.txt|lib)"):
+        call(report, str(tmp_path / "usr"))
+    assert len(opened) <= 2, opened
+    monkeypatch.undo()
+    (tmp_path / "folders" / "in it").mkdir(parents=True)
+    with pytest.raises(MatrixError, match=r"contains .*, such as in it"):
+        call(report, str(tmp_path / "folders"))
+    assert (tmp_path / "folders" / "in it").is_dir()
+
+
 def test_a_report_that_fails_leaves_the_old_one(
     store: Store, call: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -895,7 +939,8 @@ def test_merge_and_export(
     assert call(runs, "gpu", "latest~1", str(tmp_path / "both.db"), function="export") == 0
     with pytest.raises(MatrixError, match="exists"):
         call(runs, "gpu", str(tmp_path / "both.db"), function="export")
-    options = argparse.Namespace(store=str(tmp_path / "new.db"), stores=[str(tmp_path / "both.db"), url])
+    stores = [str(tmp_path / "both.db"), url]
+    options = argparse.Namespace(store=str(tmp_path / "new.db"), stores=stores, any_project=False)
     capsys.readouterr()
     assert runs.merge(options) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'both.db'}: {first}, {second}\n{url}: nothing new\n"
@@ -908,6 +953,66 @@ def test_views_of_a_store_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(MatrixError, match="it doesn't exist"):
         show.run(options)
     assert [*tmp_path.iterdir()] == []
+
+
+def _swap(path: str) -> None:
+    """Put the page of another index in the place of that of the names of cells: the database is readable, and lacks all cells."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        size = connection.execute("PRAGMA page_size").fetchone()[0]
+        roots = dict(
+            connection.execute("SELECT tbl_name, rootpage FROM sqlite_master WHERE name LIKE 'sqlite_auto%_1'")
+        )
+    content = bytearray(Path(path).read_bytes())
+    cell, other = ((roots[table] - 1) * size for table in ("cell", "token"))
+    content[cell : cell + size] = content[other : other + size]
+    Path(path).write_bytes(content)
+
+
+def _execute(*statements: str) -> Callable[[str], None]:
+    def execute(path: str) -> None:
+        with closing(sqlite3.connect(path)) as connection:
+            for statement in statements:
+                connection.execute(statement)
+            connection.commit()
+
+    return execute
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(_swap, id="a page"),
+        pytest.param(_execute("DELETE FROM cell"), id="a table"),
+        pytest.param(_execute("DELETE FROM newest"), id="the newest results"),
+        pytest.param(_execute("DELETE FROM kernel_compat_matrix_schema"), id="the revision"),
+    ],
+)
+def test_a_damaged_store_lacks_nothing_it_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[str], None]
+) -> None:
+    path = str(tmp_path / "store.db")
+
+    def said(*words: str) -> str:
+        assert main([*words, "--store", path]) == 2
+        return capsys.readouterr().err
+
+    with Store.open(path) as store:
+        run = stored(store, [passed(OLD[0])])
+        store.new_run(OLD)
+    assert "has no cell py312-tf9.9-torch2.11: no run has planned it" in said("explain", "py312-tf9.9-torch2.11")
+    assert "no run is called 'nothing'" in said("show", "nothing")
+    damage(path)
+    for command in (("explain", OLD[3].name), ("explain", OLD[3].name, "--run", run), ("show", "nothing")):
+        error = said(*command)
+        assert re.search(rf"the store {path}( is|: it is) damaged: ", error)
+        assert "planned it" not in error
+
+
+def test_a_cell_that_only_a_partial_run_has_planned(store: Store, capsys: pytest.CaptureFixture[str], url: str) -> None:
+    run = store.new_run([OLD[0]], partial=True)
+    assert main(["explain", OLD[0].name, "--store", url]) == 2
+    assert f"has no result of {OLD[0]}: only {run}, a partial run, has planned it" in capsys.readouterr().err
 
 
 def suite(*names: str, skipped: dict[str, str] | None = None) -> list[Test]:

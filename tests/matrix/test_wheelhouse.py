@@ -23,6 +23,7 @@ from urllib.parse import quote
 import pytest
 from packaging.requirements import Requirement
 from small import PYTHON, TAG, Small
+from waiting import LONG
 
 from compat_matrix.axes import Axes
 from compat_matrix.wheelhouse import differing
@@ -510,7 +511,7 @@ def test_a_wheelhouse_in_parts(project: Small, parts: Path, command: list[str]) 
     sizes = [path.stat().st_size for path in sorted(parts.glob("part-*"))]
     assert len(sizes) > 2
     assert max(sizes) == 1 << 20
-    subprocess.run(command, cwd=project.folder, check=True, timeout=60)
+    subprocess.run(command, cwd=project.folder, check=True, timeout=LONG)
     assert contents(project.folder / "there") == contents(project.folder / "house")
     fetched(project, "--parts", "8MiB")  # replaces the parts
     assert len([*parts.glob("part-*")]) == 1

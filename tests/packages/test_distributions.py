@@ -19,6 +19,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import tutorial
 from packaging.requirements import Requirement
 
 FOLDER = Path(os.environ["DISTRIBUTIONS"])
@@ -159,17 +160,58 @@ def test_the_sdist_has_the_tests(name: str, folder: str) -> None:
     assert not any("__pycache__" in one for one in names)
 
 
+def empty(folder: Path) -> dict[str, str]:
+    """The variables of a shell with an empty environment in a folder, and with the address of a clone of this repository."""
+    command = [sys.executable, "-m", "uv", "venv", "-q", "--seed", "--python", sys.executable, str(folder / "venv")]
+    subprocess.run(command, check=True)
+    return {**os.environ, "KERNEL_COMPAT": ROOT.as_uri(), "PATH": f"{folder}/venv/bin:{os.environ['PATH']}"}
+
+
+def test_the_tutorial_begins_in_an_empty_environment(tmp_path: Path) -> None:
+    """Its commands as they are written, up to the pins; tests/matrix/test_downstream.py runs the others, which download torch."""
+    install, listing, pin, *_ = tutorial.commands()
+    assert (listing, pin) == ("kernel-compat-matrix list", "kernel-compat-matrix pin")
+    project, variables = tmp_path / "project", empty(tmp_path)
+    tutorial.write(project)
+    script = "\n".join(["set -euo pipefail", install, listing, pin])
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=project, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (listed,) = (block.text for block in tutorial.blocks() if block.language == "text")
+    assert done.stdout.startswith(listed)
+    assert len([*(project / "pins").iterdir()]) == 1 + 4
+
+
+#: The commands of the documents that install from a checkout.
+FROM_FOLDERS = sorted(
+    {
+        line
+        for path in ROOT.glob("docs/*.md")
+        for line in re.findall(
+            r"^(python3 -m pip install \. .*?)(?: *#.*)?$", path.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    }
+)
+
+
+@pytest.mark.parametrize("command", FROM_FOLDERS)
+def test_the_commands_of_a_checkout_need_no_index_for_its_own_distributions(command: str, tmp_path: Path) -> None:
+    resolve = command.replace("pip install", f"pip install --dry-run --quiet --report {tmp_path}/report.json", 1)
+    subprocess.run(resolve, shell=True, check=True, cwd=ROOT, env=empty(tmp_path))
+    chosen = json.loads((tmp_path / "report.json").read_text())["install"]
+    own = [one for one in chosen if one["metadata"]["name"] in EVERY]
+    assert len(own) >= 2
+    assert {one["download_info"]["url"].partition(":")[0] for one in own} == {"file"}
+
+
 @pytest.mark.parametrize("number", range(len(INSTALLS)))
 def test_the_commands_of_the_documents(number: int, tmp_path: Path) -> None:
     """Those of today, in an environment that is active, from a clone of this repository."""
-    subprocess.run(
-        [sys.executable, "-m", "uv", "venv", "-q", "--seed", "--python", sys.executable, tmp_path / "venv"], check=True
-    )
     published, command = [*INSTALLS.items()][number]
     if "[ray]" in command:
         pytest.skip("as the one without it, and Ray")
-    environment = {**os.environ, "KERNEL_COMPAT": ROOT.as_uri(), "PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}"}
-    subprocess.run(command, shell=True, check=True, cwd=tmp_path, env=environment)
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, env=empty(tmp_path))
     distribution = re.findall(r"kernel-compat(?:-\w+)?", published)[0]
     done = subprocess.run([tmp_path / "venv" / "bin" / distribution, "--help"], capture_output=True, check=False)
     assert done.returncode == 0

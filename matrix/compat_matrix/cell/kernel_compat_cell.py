@@ -58,8 +58,8 @@ def pytest_sessionfinish() -> None:
 def figure(record_property: Callable[[str, object], None]) -> Callable[..., None]:
     """Record a number that the test measured: ``figure("step time", 12.5, "ms")``.
 
-    Its name is unique among the tests of a cell. The number is a finite one, or anything that `float` accepts, such as a tensor of
-    one element. ``better`` says which numbers are better: "lower", "higher", or None if neither are.
+    Its name is unique among the tests of a cell: that of a parametrized test has to contain the parameter. The number is a finite one,
+    or anything that `float` accepts, such as a tensor of one element. ``better`` says which numbers are better: "lower", "higher", or None if neither are.
     """
 
     def record(name: str, value: Any, unit: str, better: Literal["lower", "higher"] | None = "lower") -> None:

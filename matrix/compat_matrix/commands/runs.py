@@ -46,7 +46,7 @@ def merge(options: argparse.Namespace) -> int:
     with Store.open(options.store) as store:
         for url in options.stores:
             with Store.open(url, create=False, foreign=True) as other:
-                print(f"{url}: {', '.join(store.merge(other)) or 'nothing new'}")
+                print(f"{url}: {', '.join(store.merge(other, any_project=options.any_project)) or 'nothing new'}")
     return 0
 
 

@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from hashlib import sha256
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-import tomli
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ..axes import Axes
 from ..cells import Cell
 from ..store import Past
 from ..views import common
@@ -74,17 +71,6 @@ def static_files() -> dict[str, tuple[bytes, str]]:
     }
 
 
-def project_name(axes: Axes | None) -> str:
-    """The name of the tested project, from its pyproject.toml."""
-    if axes is None:
-        return NAME
-    try:
-        name = tomli.loads(Path(axes.folder, "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
-    except (OSError, ValueError, LookupError, TypeError):  # the axes don't need it
-        return NAME
-    return name if isinstance(name, str) and name else NAME
-
-
 def render(name: str, links: Links, project: str, *, live: bool = False, **values: Any) -> str:
     """A page, or a part of one; with `live` only the part that changes while somebody looks at it, if there is one."""
     template = environment().select_template([f"{name}_live.html"] * live + [f"{name}.html"])
@@ -102,13 +88,18 @@ def environment() -> Environment:
         undefined=StrictUndefined,
         finalize=lambda value: clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
-    made.filters |= {one.__name__: one for one in (common.moment, common.duration, common.counted, plural)}
+    made.filters |= {one.__name__: one for one in (common.moment, common.duration, common.counted, plural, code)}
     made.filters["shell"] = shlex.join
     made.globals |= {"one_line": common.one_line, "kernel_name": common.kernel_name, "KERNELS": common.KERNELS}
     made.globals |= {"SIGNS": common.SIGNS, "FIELDS": ask.FIELDS}
     made.globals |= {"HEADLINES": ask.HEADLINES, "CLOSENESS": ask.CLOSENESS}
     made.globals |= {"grid_cell": _grid_cell, "entry_of": lambda *past: entry(Past(*past))}
     return made
+
+
+def code(text: str) -> Markup:
+    """A text as HTML, in which what stands between backticks is code."""
+    return Markup(re.sub(r"(`+)(.+?)\1", r"<code>\2</code>", str(escape(clean(text)))))
 
 
 def _grid_cell(address: str, cell: Cell, entry: Entry) -> Markup:

@@ -17,7 +17,7 @@ from ..views import architectures, common
 from ..views.verdicts import ORDER, Tested, in_order
 from . import ask, grid, runs, seams
 from . import cell as cell_page
-from .render import NAME, Links, file_name, project_name, render, static_files
+from .render import NAME, Links, file_name, render, static_files
 
 #: The file that marks a folder as a report and lists its files.
 MANIFEST = ".kernel-compat-matrix-report"
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     project = NAME
     with suppress(*([] if arguments.axes else [MatrixError])):  # a report needs no axes file
         if path := arguments.axes or axes_in(Path()):
-            project = project_name(load(path))
+            project = load(path).project_name or NAME
     with Store.open(arguments.store, create=False) as store:
         names = arguments.runs and [store.resolve(name) for name in arguments.runs]
         write(store, arguments.folder, names, project)
@@ -52,8 +52,8 @@ def write(store: Store, folder: Path, runs: Sequence[str] | None = None, project
         MatrixError: `folder` contains anything other than a report, or can't be written.
     """
     folder = folder.resolve()
-    _refuse_others(folder)
     try:
+        _refuse_others(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
             made, old, names = Path(beside, "new"), Path(beside, "old"), [MANIFEST]
@@ -75,13 +75,21 @@ def write(store: Store, folder: Path, runs: Sequence[str] | None = None, project
 
 
 def _refuse_others(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
+    """Refuse a path at the first thing in it that isn't of a report: a walk of ``/usr`` takes a minute."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
         raise MatrixError(f"{folder} isn't a folder")
-    there = {os.path.relpath(Path(at, name), folder) for at, _, names in os.walk(folder) for name in names}
-    listed = (folder / MANIFEST).read_text(encoding="utf-8").split("\n") if MANIFEST in there else []
-    if others := sorted(there.difference(listed)):
+    manifest = folder / MANIFEST
+    if manifest.is_file():
+        listed = {*manifest.read_text(encoding="utf-8", errors="replace").split("\n")}
+        files = (os.path.relpath(Path(at, name), folder) for at, _, names in os.walk(folder) for name in names)
+        other = next((name for name in files if name not in listed), None)
+    else:
+        other = next((path.name for path in folder.iterdir()), None)
+    if other is not None:
         raise MatrixError(
-            f"{folder} contains files that aren't part of a report, such as {others[0]}: choose a folder of its own for the report"
+            f"{folder} contains files that aren't part of a report, such as {other}: choose a folder of its own for the report"
         )
 
 

@@ -206,10 +206,10 @@ def changes(site: Current, asked: Annotated[_Two, Query()]) -> Response:
 
 @router.get("/atlas", response_model=Atlas)
 def atlas(site: Current, nothing: Nothing) -> Response:
-    """When each seam appeared, changed and vanished upstream, as of the last `adopt --store`."""
+    """When each seam appeared, changed and vanished upstream, as of the last `atlas --store` or `adopt --store`."""
     found = kept(site.store, ATLAS)
     if not found:
-        raise HTTPException(404, "there is no atlas yet: `kernel-compat-matrix adopt --store` creates it")
+        raise HTTPException(404, "there is no atlas yet: `kernel-compat-matrix atlas --store` creates it")
     return _json(Atlas.model_validate({"made": found[0].made, "atlas": json.loads(found[0].content)}))
 
 

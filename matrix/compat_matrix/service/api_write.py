@@ -85,16 +85,17 @@ async def _merge(request: Request) -> Merged:
         async with await anyio.open_file(path, "wb") as file:
             async for piece in request.stream():
                 await file.write(piece)
-        copied = await anyio.to_process.run_sync(_copied, state.site.store.url, str(path), limiter=state.merging)
+        given = (state.site.store.url, str(path), state.site.served_project)
+        copied = await anyio.to_process.run_sync(_copied, *given, limiter=state.merging)
     return Merged(merged=copied)
 
 
-def _copied(url: str, upload: str) -> list[str]:
+def _copied(url: str, upload: str, project: str) -> list[str]:
     """Copy the runs of an uploaded store, in a process of its own, so that readers don't wait."""
     os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with Store.open(url, create=False) as store:
         try:
             with Store.open(upload, create=False, foreign=True) as other:
-                return store.merge(other)
+                return store.merge(other, project=project)
         except MatrixError as error:
             raise MatrixError(str(error).replace(upload, "that was sent")) from None

@@ -17,7 +17,7 @@ from ..cells import Cell, parse_own
 from ..errors import MatrixError
 from ..fingerprint import of_axes
 from ..pages import ask
-from ..pages.render import project_name
+from ..pages.render import NAME
 from ..store import Past, Run, Store, inserts, submissions
 from ..store import queries as stored
 from ..store.models import CELL, DOCUMENT, PLANNED, RESULT, RUN, SUBMISSION
@@ -42,7 +42,8 @@ class Site:
     def __init__(
         self, store: Store, axes: Axes | None, options: argparse.Namespace | None = None, *, runs: bool = True
     ) -> None:
-        self.store, self.project = store, project_name(axes)
+        self.store, self.served_project = store, axes.project_name if axes else ""
+        self.project = self.served_project or NAME
         self.served: Mapping[Cell, str] = axes.all_cells if axes else {}
         self._axes, self._options = axes if runs else None, options
         # The same in all processes of a service that have read the same axes.

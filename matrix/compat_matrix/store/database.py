@@ -12,7 +12,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 
 from ..errors import MatrixError
 from . import inserts
-from .models import CELL
+from .models import CELL, NEWEST, PLANNED, RUN
 
 #: The revisions in ``migrations/versions``: that of 0.1.0 and 0.2.0, and the last one.
 REVISIONS = ("0004", "0009")
@@ -132,10 +132,31 @@ def revision(connection: Connection) -> str | None:
     found = connection.scalar(text(f"SELECT version_num FROM {VERSIONS}")) if VERSIONS in tables else None
     if isinstance(found, str):
         return found
+    if VERSIONS in tables:
+        raise MatrixError(f"it is damaged: its table {VERSIONS} has no revision")
     if tables:
         some = ", ".join(sorted(tables)[:3])
         raise MatrixError(f"this isn't a store of kernel-compat-matrix: it has other tables ({some})")
     return None
+
+
+def damage(connection: Connection) -> str:
+    """What is wrong with the contents of a database that can be read; empty if nothing is."""
+    if connection.dialect.name == "sqlite":
+        found = " ".join(str(connection.scalar(text("PRAGMA integrity_check(1)"))).split())
+        if said := dangling(connection) if found == "ok" else found:
+            return said
+    whole = select(CELL.c.name).join_from(PLANNED, CELL).join(RUN, RUN.c.id == PLANNED.c.run_id)
+    lost = whole.where(RUN.c.partial.is_(False), CELL.c.id.not_in(select(NEWEST.c.cell_id)))
+    cell = connection.scalar(lost.limit(1))
+    return f"its table newest lacks the cell {cell}" if cell else ""
+
+
+def dangling(connection: Connection) -> str:
+    """A row of a SQLite database that refers to one that doesn't exist; empty if none does."""
+    for table, number, referred, _ in connection.execute(text("PRAGMA foreign_key_check")):
+        return f"the row {number} of its table {table} refers to a row of {referred} that doesn't exist"
+    return ""
 
 
 def upgrade(connection: Connection, to: str = HEAD) -> str | None:

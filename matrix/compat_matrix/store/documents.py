@@ -1,11 +1,12 @@
 """Documents by name."""
 
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import select
 
+from . import inserts
 from .models import DOCUMENT
 from .store import Store
 
@@ -13,11 +14,10 @@ from .store import Store
 ATLAS, NEWS = "atlas", "watch"
 
 
-def keep(store: Store, name: str, content: str) -> None:
-    """Store a document; earlier ones of the same name stay."""
-    row = {"name": name, "made": datetime.now(timezone.utc), "content": content}
+def keep(store: Store, name: str, content: str, made: datetime | None = None) -> None:
+    """Store a document, by default as made now; earlier ones of the same name stay."""
     with store.writing() as connection:
-        connection.execute(DOCUMENT.insert(), row)
+        inserts.document(connection, name, content, made)
 
 
 def kept(store: Store, name: str, limit: int = 1) -> Sequence[Any]:

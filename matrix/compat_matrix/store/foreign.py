@@ -49,8 +49,19 @@ def check_schema(engine: Engine) -> None:
         for kind, name in sorted(ours.keys() | theirs.keys(), reverse=True):  # tables first
             if ours.get((kind, name)) != theirs.get((kind, name)):
                 raise MatrixError(f"its {kind} {name!r} isn't that of a store")
-        for table, number, referred, _ in connection.execute(text("PRAGMA foreign_key_check")):
-            raise MatrixError(f"the row {number} of its table {table} refers to a row of {referred} that doesn't exist")
+        if said := database.dangling(connection):
+            raise MatrixError(said)
+
+
+def project(connection: Connection) -> str:
+    """The name of the project whose runs the store has; empty if that isn't known. A `MatrixError` if it is no name."""
+    try:
+        found = connection.scalar(queries.PROJECT)
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise MatrixError(f"its project: {error}") from error
+    if found and (len(found) > 200 or not found.isprintable()):
+        raise MatrixError(f"its project: {_shown(found)} isn't a name")
+    return found or ""
 
 
 class _Shim(BaseModel):

@@ -13,7 +13,7 @@ from .. import versions
 from ..cells import AXES, Cell
 from ..errors import NotFoundError
 from ..results import ENDED, CellResult, Outcome, Run, options_of
-from .models import CELL, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, SUBMISSION, TEST, TEXT
+from .models import CELL, DOCUMENT, FIGURE, LOG, MOST, NEWEST, NODEID, PLANNED, RESULT, RUN, SUBMISSION, TEST, TEXT
 from .queries import NEWEST_FIRST, RUN_FIELDS, VERSION_FIELDS, chunks, exact_versions, first
 
 #: The id (arbitrary) of the lock of `lock`.
@@ -106,6 +106,12 @@ def submit(connection: Connection, run: int, suite: str, fingerprint: str, again
     repeated = json.dumps({cell.name: attempts for cell, attempts in again.items()})
     row = {"run_id": run, "suite": suite, "fingerprint": fingerprint, "again": repeated}
     connection.execute(SUBMISSION.insert(), {**row, "host": "", "running": "{}", "tries": 0, "reason": ""})
+
+
+def document(connection: Connection, name: str, content: str, made: datetime | None = None) -> None:
+    """Insert a document, which is the current one of its name, by default as made now."""
+    row = {"name": name, "made": made or datetime.now(timezone.utc), "content": content}
+    connection.execute(DOCUMENT.insert(), row)
 
 
 def add_result(connection: Connection, run: int, found: CellResult) -> None:

@@ -147,5 +147,6 @@ TOKEN = metadata.tables["token"]
 #: beginnings, as JSON. `tries`: how often its execution began since its last result. `reason`: why the last one failed.
 SUBMISSION = metadata.tables["submission"]
 
-#: Texts of `adopt` by name, such as the atlas as JSON; the newest of a name is the current one.
+#: Texts by name, of which the newest is the current one: those of `adopt`, such as the atlas as JSON, and the ``project`` whose runs
+#: the store has.
 DOCUMENT = metadata.tables["document"]

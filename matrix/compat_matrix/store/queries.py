@@ -27,7 +27,7 @@ from sqlalchemy import (
 from ..cells import AXES, Cell, parse_own
 from ..results import ENDED, CellResult, Figure, Measured, Past, Run, Summary, Test
 from ..versions import exact
-from .models import CELL, FIGURE, LOG, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
+from .models import CELL, DOCUMENT, FIGURE, LOG, NEWEST, NODEID, PLANNED, RESULT, RUN, TEST, TEXT
 
 T = TypeVar("T")
 
@@ -228,6 +228,12 @@ def history(limited: bool) -> Select[Any]:
         own = RESULT.c.id.in_(last)
     return summary(*RUN_FIELDS, every=True).where(own).order_by(*NEWEST_FIRST, RESULT.c.attempt.desc())
 
+
+#: The document with the name of the project whose runs a store has.
+PROJECT = select(DOCUMENT.c.content).where(DOCUMENT.c.name == "project").order_by(DOCUMENT.c.id.desc()).limit(1)
+
+#: The names of the runs that have planned the cell `:cell`.
+PLANS = select(RUN.c.name).join_from(PLANNED, RUN).where(PLANNED.c.cell_id == _OWN_CELL).order_by(*NEWEST_FIRST)
 
 #: The text with the environment of a result.
 ENVIRONMENT = select(TEXT.c.content).join(RESULT, RESULT.c.environment_id == TEXT.c.id)

@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from packaging.utils import canonicalize_name
 from sqlalchemy import Connection, Engine, Select, and_, case, func, select, text, true, update
 
 from ..cells import Cell
@@ -71,7 +72,18 @@ class Store(AbstractContextManager["Store"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def project(self) -> str:
+        """The name of the project whose runs the store has; empty if that isn't known."""
+        return next((str(row.content) for row in self.rows(queries.PROJECT)), "")
+
     # Writing.
+
+    def claim(self, project: str) -> None:
+        """Note the project whose runs the store has, unless it is known or `project` is empty."""
+        if project and not self.project:
+            with self.writing() as connection:
+                inserts.document(connection, "project", project)
 
     def new_run(
         self,
@@ -251,13 +263,13 @@ class Store(AbstractContextManager["Store"]):
             log: include the log, which may be large.
 
         Raises:
-            MatrixError: the run has no result of the cell.
+            NotFoundError: the run has no result of the cell.
         """
         with self.reading() as connection:
             found = queries.read_result(connection, run, cell, attempt, log=log)
             if found is None:
                 inserts.key(connection, run)
-                raise MatrixError(f"the run {run} has no result of {cell}")
+                raise NotFoundError(f"the run {run} has no result of {cell}")
         return found
 
     def environment(self, run: str, cell: Cell) -> dict[str, Any]:
@@ -318,27 +330,44 @@ class Store(AbstractContextManager["Store"]):
         """Attempts at a cell, at most the `limit` newest ones: the newest run and its latest attempt first."""
         return [*map(queries.past_of, self.rows(queries.history(limit is not None), cell=cell.name, most=limit))]
 
+    def plans(self, cell: Cell) -> list[str]:
+        """The ids of the runs that have planned a cell, newest first."""
+        return [row.name for row in self.rows(queries.PLANS, cell=cell.name)]
+
     # Between stores.
 
-    def merge(self, other: Store, runs: Collection[str] | None = None) -> list[str]:
+    def merge(
+        self, other: Store, runs: Collection[str] | None = None, *, project: str = "", any_project: bool = False
+    ) -> list[str]:
         """Copy everything that this store lacks from another's runs, or from the given ones; returns the ids of the copied runs.
 
         Each run is one transaction. Repeating it copies nothing.
 
+        Args:
+            project: the name of this store's project, if not the one that it knows.
+            any_project: copy also the runs of another project.
+
         Raises:
-            MatrixError: a part of what is lacking isn't valid. Then nothing has been copied.
+            MatrixError: a part of what is lacking isn't valid, or the other store is of another project. Then nothing has been copied.
         """
+        ours = project or self.project
+        with other.reading() as there:
+            theirs = foreign.project(there)
+            if ours and theirs and not any_project and canonicalize_name(ours) != canonicalize_name(theirs):
+                said = f"the store {other.name} has the runs of the project {theirs}, and this one those of {ours}"
+                raise MatrixError(f"{said}; `kernel-compat-matrix merge --any-project` copies them all the same")
         with other.reading() as there:
             found = [one for one in foreign.runs(there) if runs is None or one.run.id in runs]
         with self.reading() as here:
-            for theirs in found:
-                known = {*foreign.attempts(here, theirs.run.id)}
-                theirs.attempts[:] = [one for one in theirs.attempts if one not in known]
+            for copied in found:
+                known = {*foreign.attempts(here, copied.run.id)}
+                copied.attempts[:] = [one for one in copied.attempts if one not in known]
         with other.reading() as there:
-            for theirs in found:
-                for attempt in theirs.attempts:
-                    foreign.result(there, theirs.run.id, *attempt)
-        return [theirs.run.id for theirs in found if self._merge(other, *theirs)]
+            for copied in found:
+                for attempt in copied.attempts:
+                    foreign.result(there, copied.run.id, *attempt)
+        self.claim(ours or ("" if self.runs(1) else theirs))
+        return [copied.run.id for copied in found if self._merge(other, *copied)]
 
     def _merge(
         self, other: Store, run: Run, axes: str, planned: Mapping[Cell, str | None], lacking: Sequence[tuple[Cell, int]]
@@ -381,6 +410,11 @@ class Store(AbstractContextManager["Store"]):
                 part.replace(target)
         except OSError as error:
             raise MatrixError(f"{target} can't be written: {error}") from error
+
+    def damage(self) -> str:
+        """What is wrong with the database, if it can be read; empty if nothing is. It reads all of it."""
+        with self.reading() as connection:
+            return database.damage(connection)
 
     def rows(self, query: Select[Any], **parameters: object) -> Sequence[Any]:
         """The rows of a query."""

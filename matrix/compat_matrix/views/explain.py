@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rich.text import Text
 
 from ..cells import Cell, parse
-from ..errors import MatrixError
+from ..errors import NotFoundError
 from ..results import CellResult, Test
 from ..store import Measured, Past, Store
 from ..words import clean, plural
@@ -35,13 +35,23 @@ def run(arguments: argparse.Namespace) -> int:
         run = store.resolve(arguments.chosen) if arguments.chosen else ""
         past = past_of(store, cell, run) or (None if run else plan_of(store, cell))
         if past is None:
-            without = f"the run {run} has no result of {cell}"
-            raise MatrixError(without if run else f"the store {store.name} has no cell {cell}: no run has planned it")
+            raise _absent(store, cell, run)
         lines = [*_explained(store, past, arguments.full)]
         lines += common.section("figures", common.aligned(figures(store, cell)))
         history = store.history(cell)
     common.show([*lines, *common.section("history", map(_past, history))])
     return 0
+
+
+def _absent(store: Store, cell: Cell, run: str) -> NotFoundError:
+    """The error for a cell without a result in a run, or in any."""
+    if run:
+        return NotFoundError(f"the run {run} has no result of {cell}")
+    if plans := store.plans(cell):  # no whole run has planned it: it would be the newest
+        return NotFoundError(
+            f"the store {store.name} has no result of {cell}: only {plans[0]}, a partial run, has planned it"
+        )
+    return NotFoundError(f"the store {store.name} has no cell {cell}: no run has planned it")
 
 
 def plan_of(store: Store, cell: Cell) -> Past | None:
