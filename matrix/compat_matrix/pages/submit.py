@@ -18,6 +18,9 @@ OTHERS = ("only", "all", "suite", "label", "form")
 #: The number of runs whose results tell how long the cells of a suite take, except for the default one.
 _RUNS = 20
 
+#: The most cells that are listed by name.
+_LISTED = 100
+
 
 class Form(NamedTuple):
     """What a form has, and by the name of a field what is wrong with it.
@@ -94,14 +97,15 @@ def plan(
     past = {one.cell: one.summary for one in ([] if runs == [] else store.newest(runs))}
     took = {cell: one.seconds for cell, one in past.items() if one.verdict in ENDED}
     own = [took[cell] for cell in cells if cell in took]
-    some = own or [*took.values()]
-    seconds = median(some) if some else None
+    times = own or [*took.values()]
+    seconds = median(times) if times else None
     why: dict[str, list[Cell]] = {}
     for cell in common.ordered(excluded):
         why.setdefault(excluded[cell], []).append(cell)
     return {
-        "cells": common.ordered(cells),
-        "why": why,
+        "number": len(cells),
+        "cells": common.ordered(cells)[:_LISTED],
+        "why": [(reason, len(some), some[:_LISTED]) for reason, some in why.items()],
         "seconds": seconds,
         "known": len(own),
         "others": len(took),
