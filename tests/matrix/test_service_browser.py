@@ -313,7 +313,7 @@ def test_a_run_is_submitted_watched_and_cancelled_on_a_phone(
         expect(page.locator("#only-error")).to_have_text("")
         expect(page.locator("#planned")).to_contain_text("6 cells would run.")
         expect(page.locator("#planned")).to_contain_text(
-            "the median of the newest results of 6 of them. 1 run is before it."
+            "the median of the newest results of 6 of them. 1 run comes first."
         )
         assert "FlashAttention has kernels for CUDA alone" in page.locator("#plan").inner_text()
         check()
@@ -531,8 +531,8 @@ def test_the_screenshots(open_page: Open, demo: tuple[str, service_demo.Demo]) -
         ("seams", at["seams"], "light", {"width": 1100, "height": 560}),
         ("status", at["status"], "light", {"width": 1100, "height": 460}),
         ("runs", at["runs"], "light", {"width": 1100, "height": 460}),
-        ("submit", at["submit"], "light", {"width": 1100, "height": 860}),
-        ("run-running", at["run-running"], "light", {"width": 1100, "height": 760}),
+        ("submit", at["submit"], "light", {"width": 1100, "height": 1000}),
+        ("run", at["run-running"], "light", {"width": 1100, "height": 620}),
     ):
         page = open_page(address + path, color_scheme=scheme, viewport=size)
         page.screenshot(path=folder / f"{name}.png")

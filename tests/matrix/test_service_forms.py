@@ -379,7 +379,7 @@ def test_check_boxes_and_a_condition_select_cells(me: Person, store: Store, axes
     assert run.command == "run '--only=transformers in (5.2, 5.0) and (torch==2.10 or torch==2.11)'"
     states = [one.state for one in store.summary(run.id).values()]
     assert sorted(states) == ["excluded", *["unfinished"] * 3]
-    assert "1 run is before it." in words(me.get("/submit", params={"all": "yes"}).text)
+    assert "1 run comes first." in words(me.get("/submit", params={"all": "yes"}).text)
 
 
 def test_how_long_cells_took(me: Person, store: Store, axes: Axes) -> None:
@@ -513,7 +513,7 @@ def test_a_run_shows_how_far_it_is(me: Person, store: Store, axes: Axes) -> None
     me.post("/runs", data={"torch": "2.11"})
     second, first = (one.id for one in store.runs())
     assert "0 of 5 cells are done. It waits for a service." in words(me.get(f"/runs/{first}").text)
-    assert "1 run is before it." in words(me.get(f"/runs/{second}").text)
+    assert "1 run comes first." in words(me.get(f"/runs/{second}").text)
     store.add(first, passed(axes.cells[0]))
     running(store, first, axes.cells[1], "collected 3 items\n\x1b[31m<red>\x1b[0m")
     page = me.get(f"/runs/{first}").text
