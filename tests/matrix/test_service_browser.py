@@ -413,6 +413,22 @@ def test_a_run_is_submitted_with_keys_alone(browser: Browser, site: tuple[str, S
         expect(page.get_by_role("button", name="again")).to_be_visible()
 
 
+def test_an_open_page_ends_with_the_token(browser: Browser, tmp_path: Path) -> None:
+    with Store.open(str(tmp_path / "store.db")) as store, browser.new_context() as context:
+        run = service_demo.fill(store, tmp_path).runs["running"]
+        secret = tokens.add(store, "me", ["read"])
+        with served(create_app(store, load(tmp_path / "axes.toml"), Settings(read="token"))) as address:
+            page = context.new_page()
+            page.goto(f"{address}/runs/{run}")
+            page.get_by_label("Token").fill(secret)
+            page.get_by_role("button", name="Sign in").click()
+            expect(page.locator("#live")).to_contain_text("1 of 18 cells is done")
+            tokens.revoke(store, "me")
+            expect(page.get_by_label("Token")).to_be_visible(timeout=15_000)
+            assert run not in page.locator("main").inner_text()
+            page.close()
+
+
 def test_a_form_of_another_site_does_nothing(browser: Browser, site: tuple[str, Store, str]) -> None:
     """The browser has a session, and sends its cookie with no form of another site; with a link it does."""
     address, store, secret = site

@@ -121,9 +121,7 @@ class Guard:
         most = self._settings.upload_bytes if upload else REQUEST_BYTES
         if int(headers.get("content-length", "0")) > most:
             raise HTTPException(413, f"more than {most} bytes")
-        if form and not _same_origin(
-            request
-        ):  # a browser sends its cookies and password with forms of other sites, too
+        if form and not _same_origin(request):  # a browser sends the password with forms of other sites, too
             said = "this form was sent by another site, or by something that isn't a browser: use the API"
             raise HTTPException(403, said)
         await self._check_token(request, reading, form)
@@ -195,6 +193,8 @@ def refuse(request: Request, error: Exception) -> Response:
     links, project = Links(request.scope.get("root_path", "")), request.app.state.site.project
     text = f"{said} ({number})" if number else said
     if status == 401:
+        if "hx-request" in request.headers:  # a page that is open asks for its part: let it show the form as a whole
+            headers = {**(headers or {}), "hx-refresh": "true"}
         page = render("sign_in", links, project, text=text, next=_kept(request))
     else:
         page = render("error", links, project, title=_TITLES.get(status, "Refused"), text=text)
