@@ -142,23 +142,23 @@ class Guard:
         basic = (reading or form) and not person
         challenge = {"www-authenticate": 'Basic realm="kernel-compat-matrix"' if basic else "Bearer"}
         signing = path in ("/sign-in", "/sign-out")
-        said = "this needs a token"
-        if token is None and "authorization" in headers:
+        status, said = 401, "your session has ended" if request.state.ended else "this needs a token"
+        needed = not signing and (not reading or self._settings.read == "token")
+        if token is None and "authorization" in headers and not signing:
             token = await run_in_threadpool(tokens.find, self._store, _secret(headers, reading or form))
             if token is None:
                 wrong()
-                said = "this token is wrong, has expired or was revoked"
-                raise HTTPException(401, said, challenge)
-        elif token is None and not signing and (not reading or self._settings.read == "token"):
-            said = "your session has ended" if request.state.ended else said
-            request.state.form = await request.body() if form else b""
-            raise HTTPException(401, said, challenge)
+                needed, said = True, "this token is wrong, has expired or was revoked"
         request.state.token = token
         if token is not None and not reading and not signing:
-            if "submit" not in token.scopes.split():  # a browser asks for another password after a 401 only
-                request.state.form = await request.body() if form else b""
-                raise HTTPException(401 if form else 403, "this needs a token with the scope submit", challenge)
-            self._count(self._settings.writes_per_minute, "writes", token.name)
+            if "submit" in token.scopes.split():
+                return self._count(self._settings.writes_per_minute, "writes", token.name)
+            # A browser asks for another password after a 401 only.
+            status, said = 401 if form else 403, "this needs a token with the scope submit"
+        elif token is not None or not needed:
+            return
+        request.state.form = await request.body() if form else b""
+        raise HTTPException(status, said, challenge)
 
     async def _session(self, request: Request) -> Row[Any] | None:
         """The token of the session of a request; None without one. The cookie of one that has ended is deleted."""
@@ -191,13 +191,14 @@ def refuse(request: Request, error: Exception) -> Response:
         return JSONResponse({"detail": detail} | ({"id": number} if number else {}), status, headers)
     said = detail if isinstance(detail, str) else "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in detail)
     links, project = Links(request.scope.get("root_path", "")), request.app.state.site.project
-    text = f"{said} ({number})" if number else said
+    text, token = f"{said} ({number})" if number else said, request.state.token
+    user = token.name if token else ""
     if status == 401:
         if "hx-request" in request.headers:  # a page that is open asks for its part: let it show the form as a whole
             headers = {**(headers or {}), "hx-refresh": "true"}
-        page = render("sign_in", links, project, text=text, next=_kept(request))
+        page = render("sign_in", links, project, user=user, text=text, next=_kept(request))
     else:
-        page = render("error", links, project, title=_TITLES.get(status, "Refused"), text=text)
+        page = render("error", links, project, user=user, title=_TITLES.get(status, "Refused"), text=text)
     return HTMLResponse(page, status, headers)
 
 

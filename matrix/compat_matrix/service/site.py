@@ -197,10 +197,9 @@ _VERSION = select(
 _RUNNING = select(SUBMISSION.c.run_id, SUBMISSION.c.host, SUBMISSION.c.reason, SUBMISSION.c.running).order_by("run_id")
 
 
-def current(request: Request, *, logs: bool = False) -> Site:
-    """The data for a response, unless the client has its current version, which costs a millisecond and is a 204 or a 304."""
+def _unless_known(request: Request, *, logs: bool) -> Site:
     site: Site = request.app.state.site
-    token = request.state.token
+    token = getattr(request.state, "token", None)
     tag = request.state.tag = site.tag(token.name if token else "", logs=logs)
     if request.query_params.get("live") == tag:
         raise HTTPException(204)
@@ -209,9 +208,14 @@ def current(request: Request, *, logs: bool = False) -> Site:
     return site
 
 
+def current(request: Request) -> Site:
+    """The data for a response, unless the client has its current version, which costs a millisecond and is a 204 or a 304."""
+    return _unless_known(request, logs=False)
+
+
 def followed(request: Request) -> Site:
     """As `current`, for a page with the ends of the logs of running cells."""
-    return current(request, logs=True)
+    return _unless_known(request, logs=True)
 
 
 Current = Annotated[Site, Depends(current)]
