@@ -115,10 +115,10 @@ def write_axes(folder: Path) -> Axes:
     return load(folder / "axes.toml")
 
 
-def run_now(store: Store, run: str, cells: Iterable[Cell], since: datetime | None = None) -> None:
-    """Let these cells of a submitted run, and no others, run now."""
+def run_now(store: Store, run: str, cells: Iterable[Cell], since: datetime | None = None, log: str = "") -> None:
+    """Let these cells of a submitted run, and no others, run now, with this end of their logs."""
     now = datetime.now(timezone.utc)
-    running = {cell.name: (since or now).isoformat() for cell in cells}
+    running = {cell.name: ((since or now).isoformat(), log) for cell in cells}
     values = {"claim": "0" * 32, "host": "h200-4", "seen": now, "running": json.dumps(running)}
     with store.writing() as connection:
         own = SUBMISSION.c.run_id == inserts.key(connection, run)
@@ -145,7 +145,7 @@ def _running(store: Store, axes: Axes, now: datetime) -> str:
     )
     store.add(run, passed(cells[0], now - timedelta(minutes=4)))
     pythons = [[cell for cell in cells[1:] if cell.python == python] for python in ("3.12", "3.13")]
-    run_now(store, run, [*pythons[0][:3], *pythons[1][:2]], now - timedelta(seconds=40))
+    run_now(store, run, [*pythons[0][:3], *pythons[1][:2]], now - timedelta(seconds=40), LOG)
     return run
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .cell.kernel_compat_host import MESSAGE
+from .cells import Cell
 
 #: The folder of the modules that run inside a cell; it contains nothing else.
 INSIDE = Path(__file__).parent / "cell"
@@ -47,10 +48,14 @@ class Process:
 
 
 class Hosts:
-    """Pythons that fork processes, each started on first use. Thread-safe. Setting `cancelled` ends the cells that run."""
+    """Pythons that fork processes, each started on first use. Thread-safe. Setting `cancelled` ends the cells that run.
+
+    `logs` has the files into which cells that run, or ran, write.
+    """
 
     def __init__(self) -> None:
         self.cancelled = threading.Event()
+        self.logs: dict[Cell, Path] = {}
         self._lock = threading.Lock()
         self._hosts: dict[Path | None, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
 

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from statistics import mean
 
 from rich.console import Console
@@ -22,6 +23,8 @@ class Progress(Live):
         self.total, self.jobs = total, jobs
         self.counts: Counter[str] = Counter()
         self.running: dict[Cell, float] = {}
+        #: The end of the log of a cell that runs.
+        self.log_end: Callable[[Cell], str] = lambda cell: ""
         self._spent: dict[Cell, float] = {}
         self._began = time.monotonic()
         super().__init__(console=console, refresh_per_second=4, transient=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from .ray_executor import RayExecutor
 
 
+#: The most of a log that is shown while its cell runs: bytes and lines.
+_LOG_END, _LOG_LINES = 2_000, 12
+
+
 class Local:
     """Runs a number of jobs at a time on this machine, each in a process of its own."""
 
@@ -34,6 +39,16 @@ class Local:
     def submit(self, job: Job, started: Callable[[Cell], object]) -> Future[CellResult]:
         """Run a job; `started` is called when its cell starts."""
         return self._pool.submit(work.run, job, started, self._hosts)
+
+    def log_end(self, cell: Cell) -> str:
+        """The last lines of the log of a cell that runs; empty before its process has started."""
+        try:
+            with self._hosts.logs[cell].open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_END))
+                text = file.read(_LOG_END).decode(errors="replace")
+        except (KeyError, OSError):
+            return ""
+        return "\n".join(text.splitlines()[-_LOG_LINES:])
 
     def cancel(self) -> None:
         """End running jobs; their futures raise `work.Cancelled`."""

@@ -120,6 +120,7 @@ def _run(job: Job, leased: Sequence[str], hosts: Hosts, today: date) -> CellResu
     with tempfile.TemporaryDirectory(prefix="kernel-compat-matrix-") as scratch:
         folder = Path(scratch)
         (folder / "log").touch()
+        hosts.logs[job.cell] = folder / "log"
         start = partial(_start, job, python, layer, folder, leased, hosts)
         deadline = time.monotonic() + job.tests.minutes * 60
         try:

@@ -315,8 +315,8 @@ def test_a_run_is_submitted_cancelled_and_retried_from_pages(api: Api) -> None:
     def post(path: str, **form: str) -> requests.Response:
         return requests.post(api.url + path, data=form, auth=me, headers=SAME, allow_redirects=False, timeout=LONG)
 
-    page = requests.get(f"{api.url}/runs", timeout=LONG).text
-    assert '<form class="filter" action="/runs" method="post"' in page
+    assert 'href="/submit"' in requests.get(f"{api.url}/runs", timeout=LONG).text
+    assert 'action="/runs" method="post"' in requests.get(f"{api.url}/submit", timeout=LONG).text
     found = post("/runs", only="transformers>=5.1", suite="default", label="mine")
     (run,) = api.store.runs()
     assert (found.status_code, found.headers["location"]) == (303, f"/runs/{run.id}")
@@ -341,9 +341,9 @@ def test_a_form_that_is_refused_is_kept_and_explained(api: Api) -> None:
     for form, said in (
         ({"only": "torch==9 <b>", "suite": "default", "label": "x"}, "torch==9 &lt;b&gt;"),
         ({"only": "torch==9", "suite": "default", "label": "x"}, "no cell of axes.toml matches"),
-        ({"suite": "default", "label": "x"}, "select cells, or else"),
+        ({"suite": "default", "label": "x"}, "Choose some cells, or all of them."),
         ({"all": "yes", "suite": "other"}, "not &#39;other&#39;"),
-        ({"all": "yes", "suite": "default", "label": "a\nb"}, "label: String should match pattern"),
+        ({"all": "yes", "suite": "default", "label": "a\nb"}, "A label is one line of at most 100 characters."),
     ):
         found = post(**form)
         assert (found.status_code, said in found.text) == (422, True), found.text
@@ -356,7 +356,10 @@ def test_a_service_that_runs_nothing_has_no_form_for_runs(api: Api) -> None:
     run = api.store.new_run([parse(CELLS[0])])
     api.store.finish(run, "interrupted")
     for path in ("/runs", f"/runs/{run}"):
-        assert 'method="post"' not in requests.get(api.url + path, timeout=LONG).text
+        page = requests.get(api.url + path, timeout=LONG).text
+        assert 'method="post"' not in page
+        assert "/submit" not in page
+    assert requests.get(f"{api.url}/submit", timeout=LONG).status_code == 404
 
 
 # Internal errors.

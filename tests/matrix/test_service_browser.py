@@ -35,7 +35,7 @@ from compat_matrix.pages import report
 from compat_matrix.service import tokens
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import Settings
-from compat_matrix.store import Store, submissions
+from compat_matrix.store import Store, inserts, submissions
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
@@ -119,6 +119,9 @@ def _addresses(made: service_demo.Demo) -> dict[str, str]:
         "cell-running": f"/cells/{submissions.running(made.store)[0].cell}",
         "cell-refused": "/cells/py312-tf5.23-torch2.15-fa2-cuda",
         "runs": "/runs",
+        "submit": "/submit?transformers=5.23&transformers=5.22&torch=2.15",
+        "submit-refused": "/submit?only=torch==&torch=9&all=yes&suite=none",
+        "sign-in": "/sign-in",
         "run": f"/runs/{runs['new']}",
         "run-running": f"/runs/{runs['running']}",
         "diff": f"/diff?old={runs['old']}&new={runs['new']}",
@@ -265,35 +268,199 @@ def test_a_running_cell_ends_before_the_eyes_of_the_reader(open_page: Open, tmp_
                 one.context.close()
 
 
-def test_a_run_is_submitted_and_cancelled_with_a_password(browser: Browser, tmp_path: Path) -> None:
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[tuple[str, Store, str]]:
+    """The address of a service with the demo's data, its store, and a token."""
     with Store.open(str(tmp_path / "store.db")) as store:
         service_demo.fill(store, tmp_path)
         secret = tokens.add(store, "me", ["submit"])
-        before = [one.id for one in store.runs()]
         with served(create_app(store, load(tmp_path / "axes.toml"), Settings())) as address:
-            context = browser.new_context(http_credentials={"username": "me", "password": secret})
-            context.set_default_timeout(LONG * 1000)
+            yield address, store, secret
+
+
+@pytest.mark.parametrize("script", [True, False], ids=["script", "plain"])
+def test_a_run_is_submitted_watched_and_cancelled_on_a_phone(
+    browser: Browser, site: tuple[str, Store, str], script: bool
+) -> None:
+    address, store, secret = site
+    before = [one.id for one in store.runs()]
+    axe = Axe()
+    with browser.new_context(viewport=PHONE, java_script_enabled=script) as context:
+        context.set_default_timeout(LONG * 1000)
+        page = context.new_page()
+        asked: list[str] = []
+        page.on("request", lambda one: asked.append(f"{one.url} {one.headers}"))
+
+        def check() -> None:
+            assert page.locator("body").bounding_box()["width"] <= PHONE["width"]
+            if script:
+                found = axe.run(page, options=RULES)
+                assert found.violations_count == 0, found.generate_report()
+                assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+        page.goto(f"{address}/runs")
+        page.get_by_role("link", name="Submit a run").click()
+        page.get_by_role("group", name="transformers").get_by_label("5.23").check()
+        page.get_by_role("group", name="device").get_by_label("CPU").check()
+        condition = page.get_by_label("Further condition")
+        condition.fill("python==3.12 and (")
+        if not script:
+            page.get_by_role("button", name="Only show the cells").click()
+        expect(page.locator("#only-error")).to_contain_text("this isn't a condition on cells")
+        expect(page.locator("#planned")).to_have_text("Nothing can run yet: see above.")
+        check()
+        condition.fill("python==3.12")
+        page.get_by_label("Label").fill("mine")
+        if not script:
+            page.get_by_role("button", name="Only show the cells").click()
+        expect(page.locator("#only-error")).to_have_text("")
+        expect(page.locator("#planned")).to_contain_text("6 cells would run.")
+        expect(page.locator("#planned")).to_contain_text(
+            "the median of the newest results of 6 of them. 1 run comes first."
+        )
+        assert "FlashAttention has kernels for CUDA alone" in page.locator("#plan").inner_text()
+        check()
+        page.get_by_role("button", name="Run", exact=True).click()
+        page.get_by_label("Token").fill(secret[1:])
+        check()
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.locator("#token-error")).to_have_text("This token is wrong, has expired or was revoked.")
+        check()
+        page.get_by_label("Token").fill(secret)
+        page.get_by_role("button", name="Sign in").click()
+        page.wait_for_url("**/submit?*")
+        expect(page.get_by_role("group", name="transformers").get_by_label("5.23")).to_be_checked()
+        expect(page.get_by_label("Label")).to_have_value("mine")
+        page.get_by_role("button", name="Run", exact=True).dblclick()
+        page.wait_for_url("**/runs/2*")
+        run = page.url.rpartition("/")[2]
+        assert [one.id for one in store.runs()] == [run, *before]
+        assert (store.run(run).label, len(unfinished(store, run))) == ("mine", 6)
+        first, second = unfinished(store, run)[:2]
+        service_demo.run_now(store, run, [first, second], log="collected 3 items")
+        if not script:
+            page.reload()
+        expect(page.get_by_label(f"The end of the log of {first}")).to_have_text(
+            "collected 3 items", timeout=LONG * 1000
+        )
+        service_demo.report(store, run, service_demo.passed(first, datetime.now(timezone.utc)))
+        if not script:
+            page.reload()
+        expect(page.locator("#live")).to_contain_text("1 of 6 cells is done", timeout=LONG * 1000)
+        check()
+        page.get_by_text("Cancel this run").click()
+        page.get_by_role("button", name="Yes, cancel it").click()
+        expect(page.get_by_role("button", name="again")).to_be_visible()
+        assert store.run(run).state == "interrupted"
+        check()
+        page.get_by_role("link", name="me").click()
+        page.get_by_role("button", name="Sign out").click()
+        expect(page.get_by_role("link", name="Sign in")).to_be_visible()
+        assert secret not in "".join(asked) + page.content()
+
+
+def test_a_run_ends_before_the_eyes_of_the_reader(open_page: Open, site: tuple[str, Store, str]) -> None:
+    address, store, _ = site
+    run = store.runs(1, state="running")[0].id
+    page = open_page(f"{address}/runs/{run}")
+    page.evaluate("window.same = true")
+    page.get_by_text("Cancel this run").click()
+    cells = unfinished(store, run)
+    service_demo.run_now(store, run, cells[:1], log="another line")
+    expect(page.locator("#live")).to_contain_text("another line", timeout=LONG * 1000)
+    assert page.get_by_role("button", name="Yes, cancel it").is_visible()  # what was opened stays so
+    for cell in cells:
+        store.add(run, service_demo.passed(cell, datetime.now(timezone.utc)))
+    with store.writing() as connection:
+        submissions.remove(connection, inserts.key(connection, run))
+        inserts.finish(connection, inserts.key(connection, run), "finished")
+    expect(page.get_by_role("status")).to_contain_text("finished:", timeout=LONG * 1000)
+    assert page.get_by_role("button", name="Yes, cancel it").count() == 0
+    assert page.get_by_role("button", name="again").is_visible()
+    assert page.evaluate("window.same") is True
+    page.context.close()
+
+
+def test_a_run_is_submitted_with_keys_alone(browser: Browser, site: tuple[str, Store, str]) -> None:
+    address, store, secret = site
+    with browser.new_context() as context:
+        context.set_default_timeout(LONG * 1000)
+        page = context.new_page()
+
+        def tab_to(what: str) -> None:
+            for _ in range(90):
+                page.keyboard.press("Tab")
+                name = "(document.activeElement.labels?.[0] ?? document.activeElement).innerText.trim()"
+                if page.evaluate(name) == what:
+                    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+                    return
+            raise AssertionError(f"no key leads to {what}")
+
+        page.goto(f"{address}/sign-in")
+        tab_to("Token")
+        page.keyboard.type(secret)
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/runs")
+        page.goto(f"{address}/submit")
+        tab_to("5.23")
+        page.keyboard.press("Space")
+        tab_to("2.15")
+        page.keyboard.press("Space")
+        expect(page.locator("#planned")).to_contain_text("6 cells would run")
+        assert "2.15" in page.evaluate("document.activeElement.parentElement.innerText")  # the focus stays
+        tab_to("Run")
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/runs/2*")
+        assert store.runs()[0].command == "run '--only=transformers==5.23 and torch==2.15'"
+        tab_to("Cancel this run")
+        page.keyboard.press("Enter")
+        tab_to("Yes, cancel it")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("button", name="again")).to_be_visible()
+
+
+def test_an_open_page_ends_with_the_token(browser: Browser, tmp_path: Path) -> None:
+    with Store.open(str(tmp_path / "store.db")) as store, browser.new_context() as context:
+        context.set_default_timeout(LONG * 1000)
+        run = service_demo.fill(store, tmp_path).runs["running"]
+        secret = tokens.add(store, "me", ["read"])
+        with served(create_app(store, load(tmp_path / "axes.toml"), Settings(read="token"))) as address:
             page = context.new_page()
-            page.goto(f"{address}/runs")
-            page.get_by_label("Cells", exact=True).fill("transformers==5.23 and device==cpu")
-            page.get_by_label("Label").fill("mine")
-            page.get_by_role("button", name="Run").click()
-            page.wait_for_url("**/runs/2*")
-            run = page.url.rpartition("/")[2]
-            assert (store.run(run).label, len(unfinished(store, run))) == ("mine", 18)
-            page.get_by_role("button", name="Cancel").click()
-            expect(page.get_by_role("button", name="again")).to_be_visible()
-            assert store.run(run).state == "interrupted"
-            # The browser has the password now, and sends it with a form of another site as well.
-            form = (
-                f'<form action="{address}/runs" method="post"><input name="all" value="yes"><button>Win</button></form>'
-            )
-            page.route("http://evil.example/", lambda route: route.fulfill(body=form, content_type="text/html"))
-            page.goto("http://evil.example/")
+            page.goto(f"{address}/runs/{run}")
+            page.get_by_label("Token").fill(secret)
+            page.get_by_role("button", name="Sign in").click()
+            expect(page.locator("#live")).to_contain_text("1 of 18 cells is done")
+            tokens.revoke(store, "me")
+            expect(page.get_by_label("Token")).to_be_visible(timeout=LONG * 1000)
+            assert run not in page.locator("main").inner_text()
+            page.close()
+
+
+def test_a_form_of_another_site_does_nothing(browser: Browser, site: tuple[str, Store, str]) -> None:
+    """The browser has a session, and sends its cookie with no form of another site; with a link it does."""
+    address, store, secret = site
+    before = [one.id for one in store.runs()]
+    with browser.new_context() as context:
+        context.set_default_timeout(LONG * 1000)
+        page = context.new_page()
+        page.goto(f"{address}/sign-in")
+        page.get_by_label("Token").fill(secret)
+        page.get_by_role("button", name="Sign in").click()
+        page.wait_for_url("**/runs")
+        assert page.evaluate("document.cookie") == ""  # no script reads it
+        form = (
+            f'<form action="{address}/runs" method="post"><input name="all" value="yes"><button>Win</button></form>'
+            f'<a href="{address}/runs">Look</a>'
+        )
+        for origin in ("http://evil.example/", address.replace("127.0.0.1", "localhost") + "/evil"):
+            page.route(origin, lambda route: route.fulfill(body=form, content_type="text/html"))
+            page.goto(origin)
             page.get_by_role("button", name="Win").click()
             assert "this form was sent by another site" in page.locator("main").inner_text()
-            assert [one.id for one in store.runs()] == [run, *before]
-            context.close()
+        page.goto("http://evil.example/")
+        page.get_by_role("link", name="Look").click()
+        expect(page.get_by_role("link", name="me")).to_be_visible()
+        assert [one.id for one in store.runs()] == before
 
 
 def test_the_question_on_a_phone(open_page: Open, demo: tuple[str, service_demo.Demo]) -> None:
@@ -388,6 +555,8 @@ def test_the_screenshots(open_page: Open, demo: tuple[str, service_demo.Demo]) -
         ("seams", at["seams"], "light", {"width": 1100, "height": 560}),
         ("status", at["status"], "light", {"width": 1100, "height": 460}),
         ("runs", at["runs"], "light", {"width": 1100, "height": 460}),
+        ("submit", at["submit"], "light", {"width": 1100, "height": 1000}),
+        ("run", at["run-running"], "light", {"width": 1100, "height": 620}),
     ):
         page = open_page(address + path, color_scheme=scheme, viewport=size)
         page.screenshot(path=folder / f"{name}.png")

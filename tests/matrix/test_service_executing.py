@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 import re
 import signal
 import socket
@@ -109,6 +110,24 @@ def test_a_killed_service_takes_its_cells_with_it_and_goes_on_after_a_restart(ne
     assert histories == {name(minor): 4 for minor in MINORS}
     with small.store as store:
         assert {one.attempt for one in store.summary(run).values()} == {1}
+
+
+def test_the_log_of_a_cell_is_shown_while_it_runs(network: Network) -> None:
+    network.small.write("test_it.py", WAITS.replace("while not", "print('so', 'far', flush=True)\n        while not"))
+    network.small.axes(MINORS, command=["pytest", "-s", "test_it.py"])
+    service = network.serve("--jobs", "2")
+    run = network.submit(only="transformers<5.2")
+    until(lambda: [one.log[-6:] for one in network.running()] == ["so far"] * 2, "the ends of two logs")
+    page = requests.get(f"{network.url}/runs/{run}", timeout=30).text
+    assert page.count("so far</pre>") == 2
+    assert f"on {platform.node()}, since" in page
+    page = requests.get(f"{network.url}/submit?all=yes", timeout=30).text
+    assert "<strong>4 cells</strong> would run" in page
+    network.go()
+    finished(network, run)
+    page = requests.get(f"{network.url}/submit?all=yes", timeout=30).text
+    assert re.search(r"</strong> would run, in about [^,]+, 2 at a time", page)
+    assert ended(service) == 0
 
 
 def test_a_service_that_is_stopped_goes_on_later(network: Network) -> None:

@@ -13,7 +13,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from .. import __version__
 from ..axes import Axes
 from ..store import Store
-from . import api_read, api_write, pages
+from . import api_read, api_write, forms, pages
 from .guard import Guard, Settings, refuse
 from .site import Site
 
@@ -48,5 +48,6 @@ def create_app(
     app.add_middleware(Guard, store=store, settings=settings)
     app.include_router(api_write.router, prefix="/api/v1")
     app.include_router(api_read.router, prefix="/api/v1")
+    app.include_router(forms.router)
     app.include_router(pages.router)
     return app

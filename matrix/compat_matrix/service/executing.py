@@ -176,6 +176,7 @@ def _execute(store: Store, claim: str, options: argparse.Namespace, row: Row[Any
                 log.error("%s is interrupted: %s", row.name, error)
                 return
             executor = executor_of(options, options.ray is not None)
+            progress.log_end = executor.log_end
             runner.execute(row.name, jobs, store, executor, progress, patience=_PATIENCE, finish=False)
     except (_Stopped, Exception) as error:  # let it wait for a service again, if it wasn't cancelled
         why = {"tries": 0} if isinstance(error, _Stopped) else {"reason": str(error)}
@@ -202,11 +203,14 @@ def _jobs(store: Store, options: argparse.Namespace, row: Row[Any]) -> list[Job]
 
 
 def _beat(store: Store, own: ColumnElement[bool], progress: Progress, over: threading.Event) -> None:
-    """Say every few seconds that a run is executed and which cells run. If the claim is lost, interrupt this process."""
+    """Say every few seconds that a run is executed, which cells run, and how their logs end. If the claim is lost, interrupt this process."""
     while not over.is_set():
         now, clock = datetime.now(timezone.utc), time.monotonic()
-        since = {cell.name: now - timedelta(seconds=clock - began) for cell, began in [*progress.running.items()]}
-        values: dict[str, Any] = {"running": json.dumps(since, default=datetime.isoformat)}
+        running = {
+            cell.name: (now - timedelta(seconds=clock - began), progress.log_end(cell))
+            for cell, began in [*progress.running.items()]
+        }
+        values: dict[str, Any] = {"running": json.dumps(running, default=datetime.isoformat)}
         values |= {"tries": 0, "reason": ""} if progress.counts else {}
         with suppress(MatrixError):  # the database is away
             with store.writing() as connection:

@@ -8,7 +8,9 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
+from urllib.parse import parse_qsl, urlencode
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -17,6 +19,7 @@ from fastapi.security.utils import get_authorization_scheme_param
 from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import FixedWindowRateLimiter
+from sqlalchemy import Row
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.concurrency import run_in_threadpool
@@ -30,7 +33,7 @@ from ..pages.render import Links, render
 from ..store import Store
 from ..store.submissions import StateError
 from ..words import clean
-from . import tokens
+from . import cookies, tokens
 
 #: Nothing is loaded from other hosts, and inline scripts and styles are disabled.
 HEADERS = {
@@ -81,6 +84,7 @@ class Guard:
             return await self._app(scope, receive, send)
         # The server omits the body of a response to HEAD.
         request = Request({**scope, "method": scope["method"].replace("HEAD", "GET")}, receive)
+        request.state.token, request.state.ended, request.state.form = None, False, b""
         begun = False
 
         async def send_with_headers(message: Message) -> None:
@@ -88,7 +92,10 @@ class Guard:
             if message["type"] == "http.response.start":
                 begun, headers = True, MutableHeaders(scope=message)
                 tag = getattr(request.state, "tag", None) if message["status"] < 400 else None
-                own = {"etag": f'W/"{tag}"', "cache-control": "no-cache"} if tag else {}
+                cache = "private, no-cache" if request.state.token else "no-cache"
+                own = {"etag": f'W/"{tag}"', "cache-control": cache} if tag else {}
+                if request.state.ended:
+                    own["set-cookie"] = cookies.removal(request)
                 for name, value in (HEADERS | own).items():
                     headers.setdefault(name, value)
             await send(message)
@@ -114,25 +121,54 @@ class Guard:
         most = self._settings.upload_bytes if upload else REQUEST_BYTES
         if int(headers.get("content-length", "0")) > most:
             raise HTTPException(413, f"more than {most} bytes")
-        if form and not _same_origin(headers):  # a browser sends the password with forms of other sites, too
+        if form and not _same_origin(request):  # a browser sends the password with forms of other sites, too
             said = "this form was sent by another site, or by something that isn't a browser: use the API"
             raise HTTPException(403, said)
-        token = None
-        challenge = {"www-authenticate": 'Basic realm="kernel-compat-matrix"' if reading or form else "Bearer"}
-        if "authorization" in headers:
-            token = await run_in_threadpool(tokens.find, self._store, _secret(headers, reading or form))
-            if token is None:
-                address = request.client.host if request.client else ""
-                self._count(self._settings.failures_per_minute, "wrong tokens", address)
-                raise HTTPException(401, "this token is wrong, has expired or was revoked", challenge)
-        elif not reading or self._settings.read == "token":
-            raise HTTPException(401, "this needs a token", challenge)
-        if token is not None and not reading:
-            if "submit" not in token.scopes.split():  # a browser asks for another password after a 401 only
-                raise HTTPException(401 if form else 403, "this needs a token with the scope submit", challenge)
-            self._count(self._settings.writes_per_minute, "writes", token.name)
+        await self._check_token(request, reading, form)
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise HTTPException(415, "the body must not be compressed")
+
+    async def _check_token(self, request: Request, reading: bool, form: bool) -> None:
+        """Check that the token of a request, or of its session, allows it."""
+        path, headers = _path(request), request.headers
+        if path.startswith("/static/"):
+            return
+        address = request.client.host if request.client else ""
+        wrong = partial(self._count, self._settings.failures_per_minute, "wrong tokens", address)
+        request.state.wrong = wrong  # a page takes tokens, too
+        token = await self._session(request) if reading or form else None
+        # A browser asks for a password after a challenge of Basic. A person signs in on the page instead.
+        person = "text/html" in headers.get("accept", "") and not _of_api(request)
+        basic = (reading or form) and not person
+        challenge = {"www-authenticate": 'Basic realm="kernel-compat-matrix"' if basic else "Bearer"}
+        signing = path in ("/sign-in", "/sign-out")
+        status, said = 401, "your session has ended" if request.state.ended else "this needs a token"
+        needed = not signing and (not reading or self._settings.read == "token")
+        if token is None and "authorization" in headers and not signing:
+            token = await run_in_threadpool(tokens.find, self._store, _secret(headers, reading or form))
+            if token is None:
+                wrong()
+                needed, said = True, "this token is wrong, has expired or was revoked"
+        request.state.token = token
+        if token is not None and not reading and not signing:
+            if "submit" in token.scopes.split():
+                return self._count(self._settings.writes_per_minute, "writes", token.name)
+            # A browser asks for another password after a 401 only.
+            status, said = 401 if form else 403, "this needs a token with the scope submit"
+        elif token is not None or not needed:
+            return
+        request.state.form = await request.body() if form else b""
+        raise HTTPException(status, said, challenge)
+
+    async def _session(self, request: Request) -> Row[Any] | None:
+        """The token of the session of a request; None without one. The cookie of one that has ended is deleted."""
+        if not (secret := cookies.secret_of(request)):
+            return None
+        token = await run_in_threadpool(tokens.of_session, self._store, secret)
+        if token is None:
+            request.state.ended = True
+            request.state.wrong()
+        return token
 
     def _count(self, per_minute: int, what: str, who: str) -> None:
         limit = RateLimitItemPerMinute(per_minute)
@@ -155,9 +191,30 @@ def refuse(request: Request, error: Exception) -> Response:
         return JSONResponse({"detail": detail} | ({"id": number} if number else {}), status, headers)
     said = detail if isinstance(detail, str) else "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in detail)
     links, project = Links(request.scope.get("root_path", "")), request.app.state.site.project
-    text = f"{said} ({number})" if number else said
-    page = render("error", links, project, title=_TITLES.get(status, "Refused"), text=text)
+    text, token = f"{said} ({number})" if number else said, request.state.token
+    user = token.name if token else ""
+    if status == 401:
+        if "hx-request" in request.headers:  # a page that is open asks for its part: let it show the form as a whole
+            headers = {**(headers or {}), "hx-refresh": "true"}
+        page = render("sign_in", links, project, user=user, text=text, next=_kept(request))
+    else:
+        page = render("error", links, project, user=user, title=_TITLES.get(status, "Refused"), text=text)
     return HTMLResponse(page, status, headers)
+
+
+def _kept(request: Request) -> str:
+    """The page to which a person returns after signing in, with the input of the form that was sent."""
+    path = _path(request)
+    if request.method in ("GET", "HEAD"):
+        query = urlencode([one for one in request.query_params.multi_items() if one[0] != "live"])
+        return f"{path}?{query}" if query else path
+    if path != "/runs":
+        return path.rpartition("/")[0]
+    with suppress(ValueError):
+        query = urlencode([one for one in fields(request.state.form) if one[0] != "form"])
+        if len(query) <= 8_000:
+            return f"/submit?{query}"
+    return "/submit"
 
 
 def _reason(request: Request, error: Exception) -> tuple[int, str | list[dict[str, Any]], Mapping[str, str] | None]:
@@ -182,9 +239,19 @@ def _reason(request: Request, error: Exception) -> tuple[int, str | list[dict[st
     return 500, "internal error of the service; its log has the details", None
 
 
-def _of_api(request: Request) -> bool:
+def fields(body: bytes) -> list[tuple[str, str]]:
+    """The fields of a form that aren't empty; raises ValueError if it isn't a form."""
+    return parse_qsl(body.decode(), max_num_fields=1000)
+
+
+def _path(request: Request) -> str:
+    """The path below that of a proxy."""
     path: str = request.scope["path"]
-    return path.removeprefix(request.scope.get("root_path", "").rstrip("/")).startswith("/api/")
+    return path.removeprefix(request.scope.get("root_path", "").rstrip("/"))
+
+
+def _of_api(request: Request) -> bool:
+    return _path(request).startswith("/api/")
 
 
 def _secret(headers: Headers, basic: bool) -> str:
@@ -198,9 +265,11 @@ def _secret(headers: Headers, basic: bool) -> str:
     return ""
 
 
-def _same_origin(headers: Headers) -> bool:
+def _same_origin(request: Request) -> bool:
     """Whether a browser says that a page of this service sent the request. Scripts can't set these headers."""
+    headers = request.headers
     if site := headers.get("sec-fetch-site"):
         return site == "same-origin"
-    named = headers.get("origin", "").partition("://")[2]
-    return bool(named) and named == headers.get("host")
+    scheme, _, named = headers.get("origin", "").partition("://")
+    # A proxy may not say that it has TLS. If it has, a page without it may be anybody's on the network.
+    return bool(named) and named == headers.get("host") and scheme in ("https", request.url.scheme)

@@ -1,18 +1,15 @@
-"""The pages of the service, and the forms that submit, cancel and retry runs."""
+"""The pages of the service that show the store."""
 
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any
-from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
-from pydantic import BaseModel, Field, ValidationError
-from starlette.concurrency import run_in_threadpool
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from ..cells import values_of
-from ..errors import MatrixError
 from ..expressions import Expression
 from ..pages import ask, grid, runs, seams
 from ..pages import cell as cell_page
@@ -20,10 +17,7 @@ from ..pages.render import Links, render, static_files
 from ..store import submissions
 from ..views import architectures, common, explain
 from ..views.verdicts import judge
-from . import api_write
-from .api_write import RunId
-from .site import Current, Site, current
-from .submission import Submission
+from .site import Current, Followed, current
 
 router = APIRouter(include_in_schema=False)
 
@@ -34,15 +28,16 @@ _RUNS = 25
 _types = cache(architectures.values)
 
 
-def _shown(request: Request, name: str, *, status: int = 200, **values: Any) -> Response:
+def shown(request: Request, name: str, *, status: int = 200, **values: Any) -> Response:
     """A page, or only the part that changes if the client asks for that. `part` is its address."""
-    url = request.url.include_query_params(live=getattr(request.state, "tag", ""))
-    values = {"part": f"{url.path}?{url.query}"} | values
-    page = render(name, _links(request), request.app.state.site.project, live=_live(request), **values)
+    url, token = request.url.include_query_params(live=getattr(request.state, "tag", "")), request.state.token
+    values = {"part": f"{url.path}?{url.query}", "user": token.name if token else ""} | values
+    page = render(name, links(request), request.app.state.site.project, live=_live(request), **values)
     return HTMLResponse(page.encode("utf-8", "replace"), status)
 
 
-def _links(request: Request) -> Links:
+def links(request: Request) -> Links:
+    """The addresses of pages, below the path of a proxy."""
     return Links(request.scope.get("root_path", ""))
 
 
@@ -59,7 +54,7 @@ def the_home(request: Request, site: Current) -> Response:
     asked = ask.asked(chosen, own)
     run = site.run(chosen["run"]) if chosen["run"] else None
     if run and run.id != chosen["run"]:
-        return RedirectResponse(_links(request)(**{**chosen, "run": run.id}))
+        return RedirectResponse(links(request)(**{**chosen, "run": run.id}))
     running = {one.cell for one in submissions.running(store, run.id if run else None)}
     newest = [] if run else store.newest()
     if run:
@@ -73,7 +68,7 @@ def the_home(request: Request, site: Current) -> Response:
         entries = {cell: one for cell, one in entries.items() if condition(cell)}
     values = grid.home(chosen, asked, entries) | {"newest": next(iter(site.store.runs(1, partial=False)), None)}
     values |= {"fields": ask.fields(own), "answer": answer, "run": run, "active": bool(running)}
-    return _shown(request, "home", **values)
+    return shown(request, "home", **values)
 
 
 class _Asked(BaseModel, extra="forbid"):
@@ -88,84 +83,40 @@ def the_cell(request: Request, site: Current, name: str, asked: Annotated[_Asked
     store, cell = site.store, site.cell(name)
     active = [one for one in submissions.running(store) if one.cell == cell]
     if _live(request):  # a cell that doesn't run any more has a result
-        return _shown(request, "cell", active=active) if active else Response(headers={"HX-Refresh": "true"})
+        return shown(request, "cell", active=active) if active else Response(headers={"HX-Refresh": "true"})
     given = asked.run or asked.attempt
     past = site.result(name, asked.run, asked.attempt)[1] if given else explain.past_of(store, cell)
     history = store.history(cell, limit=cell_page.HISTORY + 1)
     values = cell_page.values(store, cell, past, history, active, site.served.get(cell, ""))
-    return _shown(request, "cell", **values)
+    return shown(request, "cell", **values)
 
 
 @router.get("/runs")
 def the_runs(request: Request, site: Current) -> Response:
-    """The list of runs, newest first, with the form that submits one."""
-    return _runs(request, site)
-
-
-def _runs(request: Request, site: Site, submitted: Mapping[str, str] = {}, refused: str = "") -> Response:
+    """The list of runs, newest first."""
     before = request.query_params.get("before", "")
     found = site.store.runs(_RUNS + 1, site.run(before).id if before else "")
-    return _shown(
+    return shown(
         request,
         "runs",
-        status=422 if refused else 200,
         runs=found[:_RUNS],
         totals=site.store.totals(one.id for one in found[:_RUNS]),
         more=len(found) > _RUNS,
         before=before,
         suites=site.suites,
-        submitted={"only": "", "suite": "default", "label": "", "all": "", **submitted},
-        refused=refused,
     )
 
 
-@router.post("/runs")
-async def submit(request: Request) -> Response:
-    """Submit a run, and go to its page; what is refused is kept in the form and explained."""
-    site: Site = request.app.state.site
-    try:
-        form = dict(parse_qsl((await request.body()).decode(), max_num_fields=50))  # without empty fields
-    except ValueError:
-        raise HTTPException(400, "This isn't a form of this service.") from None
-    try:
-        made = await run_in_threadpool(site.submit, Submission.model_validate(form | {"all": "all" in form}))
-    except ValidationError as error:
-        refused = "; ".join(f"{one['loc'][0]}: {one['msg']}" for one in error.errors())
-    except MatrixError as error:
-        if error.__cause__ is not None:
-            raise
-        refused = str(error)
-    else:
-        return RedirectResponse(_links(request)("runs", made.run), 303)
-    return await run_in_threadpool(_runs, request, site, form, refused)
-
-
-@router.post("/runs/{run}/cancel")
-def cancel(request: Request, run: RunId) -> Response:
-    """Interrupt a run."""
-    api_write.cancel(request, run)
-    return RedirectResponse(_links(request)("runs", run), 303)
-
-
-@router.post("/runs/{run}/retry")
-def retry(request: Request, run: RunId) -> Response:
-    """Run the failed and the unfinished cells of a run again."""
-    api_write.retry(request, run)
-    return RedirectResponse(_links(request)("runs", run), 303)
-
-
 @router.get("/runs/{name:path}")
-def the_run(request: Request, site: Current, name: str) -> Response:
+def the_run(request: Request, site: Followed, name: str) -> Response:
     """The page of a run."""
     run = site.run(name)
     if run.id != name:
-        return RedirectResponse(_links(request)("runs", run.id))
+        return RedirectResponse(links(request)("runs", run.id))
     going = run.state == "running"
-    if _live(request) and not going:
-        return Response(headers={"HX-Refresh": "true"})
     can = "cancel" if going else "retry" if site.suites else ""
-    values = runs.of_one(site.store, run, submissions.running(site.store, run.id), can)
-    return _shown(request, "run", **values | ({} if going else {"part": ""}))
+    queue = submissions.waiting(site.store) if going else ()
+    return shown(request, "run", **runs.of_one(site.store, run, submissions.running(site.store, run.id), can, queue))
 
 
 @router.get("/diff")
@@ -175,7 +126,7 @@ def the_diff(request: Request, site: Current, old: str = "", new: str = "") -> R
     earlier = site.store.runs(runs.SEARCHED, run.id if run else "", partial=False)
     two = (site.run(old), run) if old and run else runs.last_two(site.store, [run, *earlier] if run else earlier)
     listed = dict.fromkeys([*site.store.runs(_RUNS), *(two or ())])
-    return _shown(request, "diff", **runs.changes(site.store, two), runs=[*listed])
+    return shown(request, "diff", **runs.changes(site.store, two), runs=[*listed])
 
 
 @router.get("/seams")
@@ -186,20 +137,20 @@ def the_seams(request: Request, site: Current, distribution: str = "") -> Respon
     if chosen not in pages:
         said = f"There is no distribution {common.one_line(chosen, 100)!r}. There are {', '.join(pages) or 'none'}."
         raise HTTPException(422, said)
-    return _shown(request, "seams", **pages[chosen])
+    return shown(request, "seams", **pages[chosen])
 
 
 @router.get("/types", dependencies=[Depends(current)])
 def the_types(request: Request) -> Response:
     """The proofs of every model type."""
-    return _shown(request, "types", **_types())
+    return shown(request, "types", **_types())
 
 
 @router.get("/status")
 def the_status(request: Request, site: Current) -> Response:
     """The runs that go on, and the cells that run."""
     going = site.store.runs(_RUNS, state="running")
-    return _shown(
+    return shown(
         request,
         "status",
         going=going,
@@ -212,8 +163,8 @@ def the_status(request: Request, site: Current) -> Response:
 @router.get("/api", dependencies=[Depends(current)])
 def the_api(request: Request) -> Response:
     """The documentation of the API."""
-    document = f"{_links(request).root}{request.app.openapi_url}"
-    return _shown(request, "api", api=request.app.openapi(), document=document, kind=_kind)
+    document = f"{links(request).root}{request.app.openapi_url}"
+    return shown(request, "api", api=request.app.openapi(), document=document, kind=_kind)
 
 
 def _kind(schema: Mapping[str, Any]) -> str:

@@ -2,9 +2,12 @@
 
 import argparse
 import hashlib
+import json
+import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -13,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from .. import jobs, runner
 from ..axes import Axes
-from ..cells import Cell, parse_own
+from ..cells import Cell, parse_own, values_of
 from ..errors import MatrixError
 from ..fingerprint import of_axes
 from ..pages import ask
@@ -52,10 +55,17 @@ class Site:
 
     # What is shown.
 
-    def tag(self) -> str:
-        """A version of everything that is shown: differs after every change. Another service has another one."""
+    def tag(self, user: str = "", *, logs: bool = False) -> str:
+        """A version of everything that is shown: differs after every change. Another service has another one.
+
+        Args:
+            user: the name of the token of the person who is signed in.
+            logs: the ends of the logs of running cells are shown, too.
+        """
         with self.store.reading() as connection:
-            shown = (self._name, *connection.execute(_VERSION).one(), *connection.execute(_RUNNING))
+            version, rows = connection.execute(_VERSION).one(), connection.execute(_RUNNING).all()
+        running = [(*row[:-1], row.running if logs else [*json.loads(row.running)]) for row in rows]
+        shown = (self._name, user, *version, *running)
         return hashlib.sha256(repr(shown).encode()).hexdigest()[:24]
 
     def run(self, name: str) -> Run:
@@ -87,13 +97,24 @@ class Site:
 
     # What is run.
 
+    @cached_property
+    def axes(self) -> Mapping[str, Sequence[str]]:
+        """The axes of the cells that can be run, each with its values."""
+        return values_of(self.served)
+
+    @property
+    def jobs(self) -> int | None:
+        """The number of cells that run at a time; None if a cluster decides."""
+        options = self._options
+        return None if options is None or options.ray is not None else options.jobs or os.cpu_count()
+
     @property
     def suites(self) -> list[str]:
         """The suites that can be run; none if nothing can."""
         return sorted({tests.suite for tests in self._axes.tests}) if self._axes else []
 
-    def submit(self, wanted: Submission) -> Submitted:
-        """Create a run of cells of the axes, which waits for this service or another one on the same database.
+    def selected(self, wanted: Submission) -> tuple[list[Cell], dict[Cell, str]]:
+        """The cells that a run would have, and the excluded ones with the reasons.
 
         Raises:
             MatrixError: it selects no cells or unknown ones, a cell has no tests or no pins, or nothing is run here.
@@ -103,11 +124,23 @@ class Site:
             every = f'"all": true selects every one that {axes.path.name} has ({len(axes.cells):,})'
             raise MatrixError(f'"only" and "cells" select cells, or else {every}')
         cells = axes.select(wanted.only, wanted.cells)
-        excluded = {} if wanted.cells else axes.excluded(wanted.only)
         self._check(axes, cells, wanted.suite)
+        return cells, {} if wanted.cells else axes.excluded(wanted.only)
+
+    def submit(self, wanted: Submission, once: str = "") -> Submitted:
+        """Create a run of cells of the axes, which waits for this service or another one on the same database.
+
+        Args:
+            once: hexadecimal digits; if there is a run that was submitted with them, it is the result.
+
+        Raises:
+            MatrixError: as `selected`.
+        """
+        cells, excluded = self.selected(wanted)
+        axes = self._runnable()
         options = argparse.Namespace(words=wanted.words, suite=wanted.suite, pytest=[])
         waits = {"suite": wanted.suite, "fingerprint": of_axes(axes)}
-        more = {"excluded": excluded, "label": wanted.label, "submission": waits}
+        more = {"excluded": excluded, "label": wanted.label, "submission": waits, "once": once}
         name = jobs.new_run(options, self.store, axes, cells, **more)
         return Submitted(run=name, cells=len(cells), excluded=len(excluded))
 
@@ -162,13 +195,13 @@ _VERSION = select(
     select(func.count()).select_from(PLANNED).where(PLANNED.c.run_id == _latest).scalar_subquery(),
     *(func.count(), func.count(RUN.c.finished), func.max(RUN.c.name), func.max(RUN.c.finished)),
 ).select_from(RUN)
-_RUNNING = select(SUBMISSION.c.run_id, SUBMISSION.c.host, SUBMISSION.c.running, SUBMISSION.c.reason).order_by("run_id")
+_RUNNING = select(SUBMISSION.c.run_id, SUBMISSION.c.host, SUBMISSION.c.reason, SUBMISSION.c.running).order_by("run_id")
 
 
-def current(request: Request) -> Site:
-    """The data for a response, unless the client has its current version, which costs a millisecond and is a 204 or a 304."""
+def _unless_known(request: Request, *, logs: bool) -> Site:
     site: Site = request.app.state.site
-    tag = request.state.tag = site.tag()
+    token = getattr(request.state, "token", None)
+    tag = request.state.tag = site.tag(token.name if token else "", logs=logs)
     if request.query_params.get("live") == tag:
         raise HTTPException(204)
     if tag in re.findall(r'"([^"]*)"', request.headers.get("if-none-match", "")):
@@ -176,4 +209,15 @@ def current(request: Request) -> Site:
     return site
 
 
+def current(request: Request) -> Site:
+    """The data for a response, unless the client has its current version, which costs a millisecond and is a 204 or a 304."""
+    return _unless_known(request, logs=False)
+
+
+def followed(request: Request) -> Site:
+    """As `current`, for a page with the ends of the logs of running cells."""
+    return _unless_known(request, logs=True)
+
+
 Current = Annotated[Site, Depends(current)]
+Followed = Annotated[Site, Depends(followed)]

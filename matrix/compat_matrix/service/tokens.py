@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from sqlalchemy import Row, func, or_, select, update
+from sqlalchemy import ColumnElement, Row, delete, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from .. import arguments
@@ -24,6 +24,12 @@ from ..store.models import TOKEN
 
 #: The precision of the time at which a token was last used.
 _USED = timedelta(minutes=1)
+
+#: How long a person stays signed in.
+SESSION = timedelta(days=7)
+#: The scopes of the row of a session: this and the key of its token.
+_SESSION = "session "
+_IS_SESSION = TOKEN.c.scopes.startswith(_SESSION)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +78,8 @@ def _list(store: Store) -> None:
         elif one.expires:
             state = f"{'valid until' if now < one.expires else 'expired'} {one.expires:%Y-%m-%d}"
         used = f"{one.used:%Y-%m-%d %H:%M}" if one.used else "never"
-        table.add_row(one.name, one.scopes, state, f"{one.created:%Y-%m-%d}", used)
+        scopes = _SESSION.strip() if one.scopes.startswith(_SESSION) else one.scopes
+        table.add_row(one.name, scopes, state, f"{one.created:%Y-%m-%d}", used)
     Console(soft_wrap=True).print(table)
 
 
@@ -96,7 +103,7 @@ def add(store: Store, name: str, scopes: Iterable[str], days: float | None = Non
 
 
 def every(store: Store) -> list[Row[Any]]:
-    """The rows of all tokens by name, including revoked ones."""
+    """The rows of all tokens by name, including revoked ones, and of their sessions."""
     return [*store.rows(select(TOKEN).order_by(TOKEN.c.name))]
 
 
@@ -115,7 +122,41 @@ def revoke(store: Store, name: str) -> None:
 
 def find(store: Store, secret: str) -> Row[Any] | None:
     """The row of the valid token with this text, or None. Digests are compared, so that the time taken reveals nothing."""
-    now, own = datetime.now(timezone.utc), TOKEN.c.digest == _digest(secret)
+    return _valid(store, (TOKEN.c.digest == _digest(secret)) & ~_IS_SESSION)
+
+
+def of_session(store: Store, secret: str) -> Row[Any] | None:
+    """The row of the valid token that began the session with this secret; None if either has ended."""
+    session = _valid(store, (TOKEN.c.digest == _digest(secret)) & _IS_SESSION)
+    return session and _valid(store, TOKEN.c.id == int(session.scopes.removeprefix(_SESSION)))
+
+
+def sign_in(store: Store, secret: str) -> str | None:
+    """Begin a session of the valid token with this text, and return the session's secret; None if there is no such token.
+
+    A session is a row beside the tokens: it ends when its time is over, when it or its token is revoked, and by `sign_out`.
+    """
+    token = find(store, secret)
+    if token is None:
+        return None
+    own, now = secrets.token_urlsafe(32), datetime.now(timezone.utc)
+    name = f"{token.name[:80]}@{secrets.token_hex(8)}"  # `add` allows no such name
+    row = {"name": name, "digest": _digest(own), "scopes": f"{_SESSION}{token.id}"}
+    with store.writing() as connection:
+        connection.execute(delete(TOKEN).where(_IS_SESSION, TOKEN.c.expires < now))
+        connection.execute(TOKEN.insert().values(**row, created=now, expires=now + SESSION))
+    return own
+
+
+def sign_out(store: Store, secret: str) -> None:
+    """End the session with this secret, if there is one."""
+    with store.writing() as connection:
+        connection.execute(delete(TOKEN).where(TOKEN.c.digest == _digest(secret), _IS_SESSION))
+
+
+def _valid(store: Store, own: ColumnElement[bool]) -> Row[Any] | None:
+    """The row of a token or a session that is valid now, of which it is noted that it was used."""
+    now = datetime.now(timezone.utc)
     valid = own & TOKEN.c.revoked.is_(None) & or_(TOKEN.c.expires.is_(None), TOKEN.c.expires > now)
     row = next(iter(store.rows(select(TOKEN).where(valid))), None)
     if row and (row.used is None or now - row.used > _USED):

@@ -137,14 +137,14 @@ FIGURE = metadata.tables["figure"]
 
 LOG = metadata.tables["log"]
 
-#: The service's tokens for writing. The token itself isn't stored.
+#: The service's tokens, and the sessions of people who signed in with one. Their texts aren't stored.
 TOKEN = metadata.tables["token"]
 
 #: The runs that wait for a service or are executed by one, in the order of `id`.
 #:
 #: `again`: the cells to repeat, with their attempts so far, as JSON. `claim`, `host` and `seen`: the service that executes the
 #: run, and when it last said so; null while the run waits, and `host` empty. `running`: the cells that run now, with their
-#: beginnings, as JSON. `tries`: how often its execution began since its last result. `reason`: why the last one failed.
+#: beginnings and the ends of their logs, as JSON. `tries`: how often its execution began since its last result. `reason`: why the last one failed.
 SUBMISSION = metadata.tables["submission"]
 
 #: Texts by name, of which the newest is the current one: those of `adopt`, such as the atlas as JSON, and the ``project`` whose runs

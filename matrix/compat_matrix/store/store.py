@@ -97,6 +97,7 @@ class Store(AbstractContextManager["Store"]):
         revision: str = "",
         partial: bool = False,
         submission: Mapping[str, str] | None = None,
+        once: str = "",
     ) -> str:
         """Create a run of cells; returns its id.
 
@@ -106,10 +107,14 @@ class Store(AbstractContextManager["Store"]):
             label: a name for the run, which need not be unique.
             partial: whether its cells run anything other than their whole default suite; `current` and ``latest`` leave such runs out.
             submission: the ``suite`` and the ``fingerprint`` of a run that waits for a service.
+            once: the end of the id; if a run has it already, that one is returned, and none is created.
         """
         started = datetime.now(timezone.utc)
         with self.writing() as connection:
-            name = f"{started:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+            inserts.lock(connection)  # of two that are submitted at once, the second must see the first
+            if once and (same := connection.scalar(select(RUN.c.name).where(RUN.c.name.endswith(f"-{once}")))):
+                return str(same)
+            name = f"{started:%Y%m%d-%H%M%S}-{once or secrets.token_hex(2)}"
             while connection.scalar(select(RUN.c.id).where(RUN.c.name == name)) is not None:
                 name = f"{name[:15]}-{secrets.token_hex(2)}"
             run = Run(name, started, None, "running", label, command, host, revision, partial, "")

@@ -19,11 +19,19 @@ class StateError(MatrixError):
 
 
 class Running(NamedTuple):
-    """A cell that a service runs now, since this time by that service's clock."""
+    """A cell that a service runs now.
+
+    Attributes:
+        since: when it began, by that service's clock.
+        host: the machine of the service.
+        log: the end of its log so far; empty if it runs on another machine.
+    """
 
     run: str
     cell: Cell
     since: datetime
+    host: str
+    log: str
 
 
 def remove(connection: Connection, run: int) -> None:
@@ -47,7 +55,10 @@ def cancel(store: Store, run: str) -> None:
 
 
 _WAITING = (
-    select(RUN.c.name.label("run"), SUBMISSION.c.host, SUBMISSION.c.seen, SUBMISSION.c.reason, SUBMISSION.c.running)
+    select(
+        *(RUN.c.name.label("run"), SUBMISSION.c.host, SUBMISSION.c.seen),
+        *(SUBMISSION.c.reason, SUBMISSION.c.running, SUBMISSION.c.again),
+    )
     .join_from(SUBMISSION, RUN)
     .order_by(SUBMISSION.c.id)
 )
@@ -61,8 +72,9 @@ def waiting(store: Store) -> Sequence[Any]:
 def running(store: Store, run: str | None = None) -> list[Running]:
     """The cells of one run or of all that services run now."""
     return [
-        Running(row.run, parse(cell), datetime.fromisoformat(since))
+        Running(row.run, parse(cell), datetime.fromisoformat(since), row.host, "".join(log))
         for row in store.rows(_WAITING)
         if run in (None, row.run)
-        for cell, since in json.loads(row.running).items()
+        for cell, value in json.loads(row.running).items()
+        for since, *log in [[value] if isinstance(value, str) else value]  # of an older version only the time
     ]
