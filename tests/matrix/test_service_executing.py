@@ -118,14 +118,14 @@ def test_the_log_of_a_cell_is_shown_while_it_runs(network: Network) -> None:
     service = network.serve("--jobs", "2")
     run = network.submit(only="transformers<5.2")
     until(lambda: [one.log[-6:] for one in network.running()] == ["so far"] * 2, "the ends of two logs")
-    page = requests.get(f"{network.url}/runs/{run}", timeout=30).text
+    page = requests.get(f"{network.url}/runs/{run}", timeout=LONG).text
     assert page.count("so far</pre>") == 2
     assert f"on {platform.node()}, since" in page
-    page = requests.get(f"{network.url}/submit?all=yes", timeout=30).text
+    page = requests.get(f"{network.url}/submit?all=yes", timeout=LONG).text
     assert "<strong>4 cells</strong> would run" in page
     network.go()
-    finished(network, run)
-    page = requests.get(f"{network.url}/submit?all=yes", timeout=30).text
+    network.finished(run)
+    page = requests.get(f"{network.url}/submit?all=yes", timeout=LONG).text
     assert re.search(r"</strong> would run, in about [^,]+, 2 at a time", page)
     assert ended(service) == 0
 
