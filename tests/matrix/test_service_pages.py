@@ -310,7 +310,7 @@ def test_filters_are_in_the_address(demo: tuple[Get, service_demo.Demo, Store]) 
     ]
     form = {one.get("name"): one.get("value") for one in page.all("input")}
     assert form["only"] == "transformers>=5.22 and torch==2.15"
-    assert [one["name"] for one in page.all("select")] == ["state"]
+    assert [one["name"] for one in page.all("select")] == ["on", "state"]
     # The facets keep the other filters; the form keeps the facets.
     assert "/?python=3.11&only=transformers%3E%3D5.22+and+torch%3D%3D2.15&state=wrong" in page.links
     assert {"name": "python", "value": "3.11", "type": "hidden"} in _page(get("/?python=3.11")).all("input")
@@ -323,7 +323,7 @@ def test_filters_are_in_the_address(demo: tuple[Get, service_demo.Demo, Store]) 
 @pytest.mark.parametrize(
     ("query", "allowed"),
     [
-        ("pyton=3.12", "the filters are flash_attention, device, python, only, state, run, tf, pt, fa, py"),
+        ("pyton=3.12", "the filters are flash_attention, device, python, only, state, run, tf, pt, fa, on, py"),
         ("python=3.9", "there are 3.11, 3.12, 3.13, all"),
         ("device=tpu", "there are cpu, cuda, all"),
         ("flash_attention=fa9", "there are none, fa2, fa4, all"),
