@@ -35,7 +35,7 @@ def answered_alike(judge: Judge, asked: Sequence[dict[str, str]]) -> list[Answer
     found = script(f"{json.dumps(questions)}.map((one) => answer(one))", matrix)
     answers = []
     for question, one in zip(questions, found, strict=True):
-        answer = judge(wanted(question), 100)
+        answer = judge(wanted(question))
         shown = {
             "verdict": answer.minor,
             "kind": answer.kind,

@@ -185,7 +185,7 @@ def answers(judge: Judge, links: Links) -> str:
         "rules": [{"clause": one.clause, "because": one.because} for one in rules.rules],
         "values": rules.values,
         "words": WORDS,
-        "order": in_order([*ORDER, *rules.values, *(axis for one in judge.known for axis in one.axes)]),
+        "order": in_order({*ORDER, *rules.values, *(axis for one in judge.known for axis in one.axes)}),
         "headlines": ask.HEADLINES,
         "closeness": ask.CLOSENESS,
         "devices": common.DEVICES,

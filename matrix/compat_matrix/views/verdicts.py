@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Literal, NamedTuple
 
 from pydantic import Field
@@ -151,7 +152,7 @@ class Known(NamedTuple):
         """As evidence on a request."""
         differs = [
             Difference(axis=axis, asked=asked[axis], tested=self.exact.get(axis, ""))
-            for axis in in_order(asked)
+            for axis in asked
             if not same(asked[axis], self.exact.get(axis, ""))
         ]
         run = self.past.run
@@ -256,6 +257,7 @@ class Judge:
         Args:
             limit: the most entries of `Answer.tested`.
         """
+        asked = {axis: asked[axis] for axis in in_order(asked)}
         distance = partial(_distance, asked=asked)
         alike = [one for one in self.known if _alike(one.axes, asked)]
         ended = [one for one in alike if one.ended]
@@ -306,9 +308,13 @@ class Judge:
         if alike:
             return alike[0].reason
         values = self.rules.values
-        none = [axis for axis in in_order(asked) if not any(related(one, asked[axis]) for one in values.get(axis, ""))]
+        none = [
+            f"{axis} {value}"
+            for axis, value in asked.items()
+            if not any(related(one, value) for one in values.get(axis, ""))
+        ]
         if none and values:
-            return f"the matrix has no {' and no '.join(f'{axis} {asked[axis]}' for axis in none)}"
+            return f"the matrix has no {' and no '.join(none)}"
         return "no run has planned it"
 
     def _devices(
@@ -372,7 +378,7 @@ def _against(near: Iterable[Known], asked: Mapping[str, str]) -> list[Known]:
 
 
 def _alike(axes: Mapping[str, str], asked: Mapping[str, str]) -> bool:
-    return all(related(axes.get(axis, ""), value) for axis, value in asked.items())
+    return all(map(related, map(axes.get, asked, repeat("")), asked.values()))  # of thousands of cells
 
 
 def _fits(exact: Mapping[str, str], asked: Mapping[str, str]) -> bool:
@@ -389,10 +395,10 @@ def _last_of_each(results: Iterable[Known]) -> list[Known]:
 
 
 def _distance(one: Known, asked: Mapping[str, str]) -> tuple[object, ...]:
-    """A key that sorts combinations by their distance from the requested one."""
+    """A key that sorts combinations by their distance from the requested one, whose axes are in order."""
     minors, patches = [], []
-    for axis in in_order(asked):
-        own, value = one.exact.get(axis, ""), asked[axis]
+    for axis, value in asked.items():
+        own = one.exact.get(axis, "")
         if parsed(value) is None:
             minors.append((int(own != value), 0, False))
             continue

@@ -49,6 +49,11 @@ function pasted(text) {
 
 // A version as its release, its suffix, and whether it is a pre-release; null for anything else.
 function version(text) {
+  if (!versions.has(text)) versions.set(text, parsed(text));
+  return versions.get(text);
+}
+const versions = new Map();
+function parsed(text) {
   const found = /^(\d+(?:\.\d+){0,3})((?:a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(?:[+ ].*)?$/.exec(text);
   if (!found) return null;
   const suffix = found.slice(2).map((one) => one || "").join("");
@@ -165,7 +170,8 @@ function answer(asked) {
   }
   const found = [...last.values()].sort((a, b) => worst.indexOf(a.verdict) - worst.indexOf(b.verdict) || near(a, b));
   const verdict = found.length ? found[0].verdict : refused ? "refused" : "unknown";
-  const tested = MATRIX.cells.filter((one) => one.exact).sort(near);
+  const works = ["passed", "flaky", "known"].includes(verdict);
+  const tested = works ? [] : MATRIX.cells.filter((one) => one.exact).sort(near);
   const patches = ["transformers", "torch"].map((axis) => asked[axis]).filter(Boolean);
   const exact = fit.length && patches.length && patches.every((one) => one.split(".").length > 2);
   const sides = new Map();
@@ -189,7 +195,7 @@ function answer(asked) {
     devices: (asked.device ? [asked.device] : devices).map(on),
     evidence: refused ? [] : found.length ? found.slice(0, 5) : tested.slice(0, 3),
     against: [...sides.values()].filter((one) => worst.indexOf(one.verdict) < 3),
-    works: ["passed", "flaky", "known"].includes(verdict) ? null : tested.find((one) => one.verdict === "passed") || null,
+    works: tested.find((one) => one.verdict === "passed") || null,
   };
 }
 
