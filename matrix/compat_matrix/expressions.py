@@ -111,7 +111,8 @@ class Expression:
 
 def holds(clause: Clause, values: Mapping[str, str | None]) -> bool | None:
     """Whether a condition holds for the values of axes; None if that depends on an axis whose value is None."""
-    sign, *parts = clause
+    sign: str = clause[0]
+    parts = clause[1:]
     if sign == "not":
         inner = holds(parts[0], values)
         return inner if inner is None else not inner

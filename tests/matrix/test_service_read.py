@@ -129,7 +129,7 @@ def test_what_counts_as_the_same_release(store: Store, axis: str, tested_version
     cell = Cell("3.12", "5.9", "2.11")
     versions = {"transformers": "5.9.3", "torch": "2.11.0", "python": "3.12.1", axis: tested_version}
     stored(store, [ran(cell, **versions)])
-    found = answer(store, **{axis: asked})
+    found = Judge(store)(wanted({axis: asked}))
     assert (found.match, found.verdict) == (match, "passed" if match == "exact" else "unknown")
     assert [difference.axis for difference in found.tested[0].differs] == ([] if match == "exact" else [axis])
 

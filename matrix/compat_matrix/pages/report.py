@@ -15,6 +15,7 @@ from ..cells import WORDS
 from ..errors import MatrixError
 from ..store import Past, Store
 from ..views import architectures, common
+from ..views.rules import Rules
 from ..views.verdicts import ORDER, Judge, Known, in_order
 from . import ask, grid, runs, seams
 from . import cell as cell_page
@@ -102,7 +103,7 @@ class _Report:
 
     def __init__(self, store: Store, names: Sequence[str] | None, axes: Axes | None) -> None:
         self.store, self.newest, self.address = store, sorted(store.newest(names)), Links()
-        self.axes = axes
+        self.axes, self.judge = axes, Judge(store, Rules.of(axes) if axes else None, self.newest)
         self.runs = [one for one in store.runs() if (not one.partial if names is None else one.whole in names)]
         self.entries = {one.cell: grid.entry(one) for one in self.newest}
         self.own = ask.own_axes(self.entries)
@@ -115,7 +116,7 @@ class _Report:
         for name, (content, _) in static_files().items():
             if not name.startswith("htmx"):  # only a service needs it
                 yield name, content.decode()
-        yield "answers.js", answers(Judge(self.store, self.axes, self.newest), Links("", at))
+        yield "answers.js", answers(self.judge, Links("", at))
         for page in pages:
             links = Links("../" * page.file.count("/"), at)
             yield page.file, render(page.template, links, project, **page.values())

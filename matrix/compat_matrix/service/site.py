@@ -27,6 +27,7 @@ from ..store.models import CELL, DOCUMENT, PLANNED, RESULT, RUN, SUBMISSION
 from ..unpack import sha256
 from ..views import explain
 from ..views.common import one_line
+from ..views.rules import Rules
 from ..views.verdicts import Answer, Judge
 from .submission import Submission, Submitted, for_suite
 
@@ -49,7 +50,8 @@ class Site:
         self.store, self.served_project = store, axes.project_name if axes else ""
         self.project = self.served_project or NAME
         self.served: Mapping[Cell, str] = axes.all_cells if axes else {}
-        self._rules, self._axes, self._options = axes, axes if runs else None, options
+        self._rules = Rules.of(axes) if axes else None
+        self._axes, self._options = axes if runs else None, options
         # The same in all processes of a service that have read the same axes.
         name = (options and options.part_of) or secrets.token_hex(4)
         self._name = f"{name}{sha256(axes.path) if axes else ''}"

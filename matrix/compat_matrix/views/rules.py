@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -36,15 +36,18 @@ class Rules(NamedTuple):
     excluded: Mapping[Cell, str]
 
     @classmethod
-    def of(cls, axes: Axes | None, newest: Iterable[Past]) -> Rules:
-        """The rules of an axes file; without one, a rule for each cell that a store has as excluded, which is for no other cell."""
-        if axes:
-            cells, rules = axes.all_cells, [Rule(one.when.clause, one.because, one.when.text) for one in axes.exclude]
-            excluded = {cell: because for cell, because in cells.items() if because}
-            return cls(_values(cells), rules, excluded)
-        known = [*newest]
-        values = _values([one.cell for one in known])
-        excluded = {one.cell: one.summary.reason for one in known if one.summary.excluded}
+    def of(cls, axes: Axes) -> Rules:
+        """The rules of an axes file."""
+        rules = [Rule(one.when.clause, one.because, one.when.text) for one in axes.exclude]
+        excluded = {cell: because for cell, because in axes.all_cells.items() if because}
+        return cls(_values(axes.all_cells), rules, excluded)
+
+    @classmethod
+    def stored(cls, newest: Iterable[Past]) -> Rules:
+        """Without an axes file, a rule for each cell that a store has as excluded, which is for no other cell."""
+        known = {one.cell: one.summary for one in newest}
+        values = _values(known)
+        excluded = {cell: summary.reason for cell, summary in known.items() if summary.excluded}
         return cls(values, [Rule(_exactly(cell, values), why) for cell, why in excluded.items()], excluded)
 
     def refusing(self, asked: Mapping[str, str]) -> Iterator[tuple[str, list[Rule]]]:
@@ -67,8 +70,8 @@ def deciding(refusing: Sequence[Sequence[Rule]]) -> list[Rule]:
     return common or [*dict.fromkeys(rules[0] for rules in refusing)]
 
 
-def _values(cells: Iterable[Cell]) -> dict[str, list[str]]:
-    return {axis: values for axis, values in values_of([*cells]).items() if values}
+def _values(cells: Collection[Cell]) -> dict[str, list[str]]:
+    return {axis: values for axis, values in values_of(cells).items() if values}
 
 
 def _exactly(cell: Cell, axes: Iterable[str]) -> Clause:

@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from ..axes import Axes
 from ..cells import AXES, WORD, WORDS, Cell
 from ..errors import MatrixError
 from ..results import FINE, Output, Summary
@@ -242,14 +241,14 @@ class Judge:
     and Python, in this order, and then the nearest patches; of two equally near releases the older one.
 
     Args:
-        axes: without them, a combination is refused only if the store has exactly its cells as excluded.
+        rules: without them, a combination is refused only if the store has exactly its cells as excluded.
         newest: the newest result of every cell, if the caller has it.
     """
 
-    def __init__(self, store: Store, axes: Axes | None = None, newest: Sequence[Past] | None = None) -> None:
+    def __init__(self, store: Store, rules: Rules | None = None, newest: Sequence[Past] | None = None) -> None:
         found = store.newest() if newest is None else newest
-        self.store, self.rules = store, Rules.of(axes, found)
-        self.known = [Known.of(one) for one in sorted(found) if not one.summary.excluded]
+        self.store, self.rules = store, rules or Rules.stored(found)
+        self.known = [Known.of(one) for one in sorted(one for one in found if not one.summary.excluded)]
 
     def __call__(self, asked: Mapping[str, str], limit: int = 5) -> Answer:
         """The verdict on a combination that `wanted` has read.

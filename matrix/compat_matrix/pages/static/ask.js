@@ -281,10 +281,10 @@ function show(form) {
   const found = answer(asked);
   place.append(made("p", "verdict", signed(found.verdict, found.kind), " ", made("span", "close", MATRIX.closeness[found.closeness])));
   if (found.reason) place.append(made("p", "why", found.reason));
-  if (found.devices.length > 1) place.append(listedDevices(found));
+  if (found.devices.length > 1 && found.verdict !== "refused") place.append(listedDevices(found));
   if (found.evidence.length) place.append(listed(found.evidence, asked));
   if (found.against.length) place.append(made("p", "", "What fails next to it:"), listed(found.against, asked));
-  if (found.works) place.append(made("p", "", "The nearest combination that works:"), listed([found.works], asked));
+  if (found.works && !found.evidence.includes(found.works)) place.append(made("p", "", "The nearest combination that works:"), listed([found.works], asked));
   const minor = (text) => text.split(".").slice(0, 2).join(".");
   mine(minor(asked.transformers), minor(asked.torch));
 }
