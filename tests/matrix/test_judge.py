@@ -106,9 +106,9 @@ def few() -> Axes:
     return Axes.model_validate(axes | {"axes": FEW})
 
 
-def questions(axes: Axes) -> list[dict[str, str]]:
-    """Every combination of the axes, with its device and without."""
-    every = [dict(cell.axes) for cell in axes.all_cells]
+def questions(axes: Axes, python: str = "") -> list[dict[str, str]]:
+    """Every combination of the axes, or those of a Python, with its device and without."""
+    every = [dict(cell.axes) for cell in axes.all_cells if python in ("", cell.python)]
     without = [{axis: value for axis, value in one.items() if axis != "device"} for one in every]
     return every + [dict(one) for one in dict.fromkeys(tuple(one.items()) for one in without)]
 
@@ -172,7 +172,7 @@ def some_results(cells: Iterable[Cell], part: int) -> Iterator[CellResult]:
 @PYTHONS
 def test_every_combination_with_the_committed_results(committed: Store, python: str) -> None:
     axes, results = load(OWN), results_of(committed)
-    asked = [one for one in questions(axes) if one["python"] == python]
+    asked = questions(axes, python)
     assert (len(asked), len(results)) == (2610, 443)
     for one, answer in zip(asked, answered_alike(Judge(committed, Rules.of(axes)), asked), strict=True):
         check(axes, results, one, answer)
@@ -186,9 +186,7 @@ def test_every_combination_over_http(committed: Store, monkeypatch: pytest.Monke
     results = results_of(committed)
     monkeypatch.setattr(Store, "newest", lambda self: newest)
     with served(create_app(committed, axes, Settings())) as address:
-        for one in questions(axes):
-            if one["python"] != python:
-                continue
+        for one in questions(axes, python):
             names = {"flash_attention": "flash_attn"}
             answer = _ask(address, {names.get(axis, axis): value for axis, value in one.items()}, 60)
             true = truth(axes, results, one)

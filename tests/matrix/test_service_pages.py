@@ -500,6 +500,27 @@ def test_does_my_combination_work(demo: tuple[Get, service_demo.Demo, Store]) ->
     assert [one["data-value"] for one in page.all("th") if one.get("class") == "yours"] == ["2.11", "5.9"]
 
 
+def test_the_answer_is_for_the_device_that_is_given_or_for_each(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, _, _ = demo
+
+    def answer(address: str) -> str:
+        return " ".join(_page(get(address)).text.partition("An empty field stands for any.")[2].split()).partition(
+            " The matrix"
+        )[0]
+
+    never = answer("/?tf=5.9&pt=2.11&fa=fa2")
+    assert "○ It was never run Only its neighbours were run" in never
+    assert "CPU: ⊘ It is excluded FlashAttention has kernels for CUDA alone" in never
+    assert "GPU: ○ It was never run" in never
+    assert "GPU: ○ It was never run" not in (on_cpu := answer("/?tf=5.9&pt=2.11&fa=fa2&on=cpu"))
+    assert "⊘ It is excluded A rule of the axes says so, for every patch release. FlashAttention has kernels" in on_cpu
+    for address in ("/?pt=2.14&fa=fa2", "/?pt=2.15.1&fa=fa2&on=cuda&py=3.12"):
+        assert "for every patch release. flash-attn compiles as C++17" in answer(address)
+    assert "It was never run" in (outside := answer("/?tf=5.40"))
+    assert "the matrix has no transformers 5.40" in outside
+    _page(get("/?on=tpu"), 422)
+
+
 def test_a_release_that_is_none_is_refused(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, _, _ = demo
     assert "a release such as 5.9.0" in _page(get("/?pt=%3E%3D2"), 422).text

@@ -267,8 +267,7 @@ class Judge:
         evidence.sort(key=lambda one: (WORST.index(one.verdict), distance(one)))
         minor: Verdict = evidence[0].verdict if evidence else "refused" if rules else "unknown"
         exact = bool(fit or rules)
-        works = exact and minor in FINE
-        near = [] if works else sorted((one for one in self.known if one.ended), key=distance)
+        near = [] if fit and minor in FINE else sorted((one for one in self.known if one.ended), key=distance)
         if fit:
             reason, shown = evidence[0].reason, evidence
         else:
@@ -296,8 +295,9 @@ class Judge:
 
     def _fitting(self, ended: Sequence[Known], asked: Mapping[str, str]) -> list[Known]:
         """The results of the requested releases; where the newest ones are of other patches, earlier ones."""
-        if not ended or (fit := [one for one in ended if _fits(one.exact, asked)]):
-            return fit if ended else []
+        fit = [one for one in ended if _fits(one.exact, asked)]
+        if fit or not ended:
+            return fit
         earlier = map(Known.of, self.store.in_each_environment(one.past.cell for one in ended))
         return [one for one in earlier if _fits(one.exact, asked)]
 
