@@ -34,15 +34,22 @@ EVIDENCE = {
     "seconds": 61.5,
     "tests": {"passed": 70, "failed": 2, "error": 0, "skipped": 3, "xfailed": 0, "xpassed": 0, "flaky": 0, "known": 0},
     "shims": SHIMS,
+    "failure": {"test": "test_generate", "error": "assert 1 == 2", "issue": ""},
     "differs": [],
 }
 WRONG: dict[str, Any] = {
     "asked": {"device": "cpu", "flash_attention": "none", "transformers": "5.9.0", "torch": "2.11.0", "python": "3.12"},
     "match": "exact",
     "verdict": "wrong",
+    "kind": None,
     "reason": "test_generate: off by 3",
+    "minor": "wrong",
+    "closeness": "patch",
+    "devices": [{"device": "cpu", "verdict": "wrong", "reason": "test_generate: off by 3"}],
     "counts": {"wrong": 1},
     "tested": [EVIDENCE],
+    "works": None,
+    "against": [],
     "refusals": [],
 }
 PASSED = WRONG | {"verdict": "passed", "reason": "", "tested": [EVIDENCE | {"verdict": "passed"}]}

@@ -73,7 +73,7 @@ _RESERVED = {
     *("and", "fa", "in", "not", "or"),
     *("arguments", "attempt", "cell", "cells", "cursor", "kind", "limit", "name", "only", "reason", "run", "seconds"),
     *("started", "state", "tests"),
-    *("before", "extra", "live", "pt", "py", "text", "tf"),
+    *("before", "extra", "live", "on", "pt", "py", "text", "tf"),
 }
 
 

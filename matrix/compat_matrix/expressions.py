@@ -40,7 +40,9 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
 #: The largest number of conditions inside one another.
 _DEEPEST = 100
 
-_Holds = Callable[[Cell], bool]
+#: A condition that has been read: ``and``, ``or`` or ``not`` with conditions; a comparison with its axis and a release as numbers, or a
+#: word; or ``has`` with an axis. As JSON it is what pages/static/ask.js reads.
+Clause = tuple[Any, ...]
 
 
 class Expression:
@@ -65,59 +67,75 @@ class Expression:
             tree = _parser.parse(text)
         except UnexpectedInput as error:
             raise MatrixError(_where(text, error)) from None
-        self._holds = self._read(tree, 0)
+        self.clause = self._read(tree, 0)
 
     def __call__(self, cell: Cell) -> bool:
         """Whether a cell meets the condition."""
-        return self._holds(cell)
+        return holds(self.clause, cell.axes) is True
 
     def __reduce__(self) -> tuple[type[Expression], tuple[str]]:
         return Expression, (self.text,)
 
-    def _read(self, tree: Tree[Token], depth: int) -> _Holds:
+    def _read(self, tree: Tree[Token], depth: int) -> Clause:
         if depth > _DEEPEST:
             raise MatrixError(f"this condition has more than {_DEEPEST} conditions inside one another")
         if tree.data in ("presence", "comparison"):
             return self._compared(*map(str, tree.children))
         parts = [self._read(part, depth + 1) for part in tree.children if isinstance(part, Tree)]
-        if tree.data == "negation":
-            return lambda cell: not parts[0](cell)
-        join = any if tree.data == "either" else all
-        return lambda cell: join(holds(cell) for holds in parts)
+        return ({"negation": "not", "either": "or"}.get(tree.data, "and"), *parts)
 
-    def _compared(self, axis: str, sign: str = "", *values: str) -> _Holds:
+    def _compared(self, axis: str, sign: str = "", *values: str) -> Clause:
         axis = "flash_attention" if axis == "fa" else axis
         if self._own is not None and axis not in AXES and axis not in self._own:
             axes = dict.fromkeys([*AXES, *self._own])
             raise MatrixError(f"there is no axis {axis!r}: the axes are {', '.join(axes)}")
         self.axes.add(axis)
         if not sign:
-            return lambda cell: axis in cell.axes
+            return ("has", axis)
         if sign in _COMPARE:
             return self._one(axis, sign, values[0])
-        equal = [self._one(axis, "==", value) for value in values]
-        return lambda cell: any(holds(cell) for holds in equal) is (sign == "in")
+        equal = ("or", *(self._one(axis, "==", value) for value in values))
+        return equal if sign == "in" else ("not", equal)
 
-    def _one(self, axis: str, sign: str, value: str) -> _Holds:
+    def _one(self, axis: str, sign: str, value: str) -> Clause:
         value = value.strip("\"'")
-        compare = _COMPARE[sign]
         words = WORDS.get(axis) or (self._own or {}).get(axis, ())
         if axis in VERSIONED or all(map(is_release, words or [value])):
-            theirs = release(value, axis)
-
-            def holds(cell: Cell) -> bool:
-                mine = cell.axes.get(axis, "")
-                if not is_release(mine):
-                    return sign == "!="
-                own = release(mine) + (0,) * len(theirs)
-                return compare(own[: len(theirs)], theirs)
-
-            return holds
+            return (sign, axis, release(value, axis))
         if words and value not in words:
             raise MatrixError(f"{axis} is one of {', '.join(words)}, not {value!r}")
         if sign not in ("==", "!="):
             raise MatrixError(f"{axis} has no order: use == or !=, not {sign}")
-        return lambda cell: compare(cell.axes.get(axis, ""), value)
+        return (sign, axis, value)
+
+
+def holds(clause: Clause, values: Mapping[str, str | None]) -> bool | None:
+    """Whether a condition holds for the values of axes; None if that depends on an axis whose value is None."""
+    sign: str = clause[0]
+    parts = clause[1:]
+    if sign == "not":
+        inner = holds(parts[0], values)
+        return inner if inner is None else not inner
+    if sign in ("and", "or"):
+        decides, depends = sign == "or", False
+        for part in parts:
+            inner = holds(part, values)
+            if inner is decides:
+                return decides
+            depends = depends or inner is None
+        return None if depends else not decides
+    mine = values.get(parts[0], "")
+    if mine is None:
+        return None
+    if sign == "has":
+        return bool(mine)
+    theirs = parts[1]
+    if isinstance(theirs, str):
+        return (mine == theirs) is (sign == "==")
+    if not is_release(mine):
+        return sign == "!="
+    own = release(mine) + (0,) * len(theirs)
+    return _COMPARE[sign](own[: len(theirs)], theirs)
 
 
 @lru_cache(maxsize=4096)

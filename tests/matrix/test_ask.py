@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pytest
+from asked import answered_alike, script
 from stored import cells, failed, passed, stored
 
 from compat_matrix.cells import Cell
-from compat_matrix.pages import ask, report
-from compat_matrix.pages.render import Links
+from compat_matrix.pages import ask
 from compat_matrix.results import Kind
 from compat_matrix.store import Store
-from compat_matrix.views.verdicts import Judged, judge, wanted
+from compat_matrix.views.verdicts import Answer, Judge, wanted
 
 #: A field, what is typed, and what it is; or a part of the error.
 TYPED = [
@@ -39,6 +36,7 @@ TYPED = [
     ("fa", "fa4", "fa4"),
     ("fa", "torch", "torch"),
     ("fa", "none", "none"),
+    ("on", "cuda", "cuda"),
     ("py", "3.12", "3.12"),
     ("py", "Python 3.12.4", "3.12.4"),
     ("py", "cp312", "3.12"),
@@ -103,24 +101,13 @@ PASTED: list[tuple[str, dict[str, str] | str]] = [
 ]
 
 
-def _script(call: str, matrix: object = {}) -> Any:
-    """The value of an expression in the report's script."""
-    driver = pytest.importorskip("playwright", reason="Playwright, which brings Node, is not installed")
-    node = Path(driver.__file__).parent / "driver" / "node"
-    source = files("compat_matrix").joinpath("pages/static/ask.js").read_text()
-    program = f"const MATRIX = {json.dumps(matrix)};\n{source}\nconsole.log(JSON.stringify({call}));"
-    done = subprocess.run([node, "-"], input=program, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 FIELDS = {axis: [name, example] for axis, (name, _, example) in ask.FIELDS.items()}
 
 
 def _read(asked: list[dict[str, str]]) -> Any:
-    empty = {"tf": "", "pt": "", "fa": "", "py": "", "text": ""}
+    empty = {"tf": "", "pt": "", "fa": "", "on": "", "py": "", "text": ""}
     fields = json.dumps(FIELDS)
-    return _script(f"{json.dumps([empty | one for one in asked])}.map((one) => read(one, {fields}))")
+    return script(f"{json.dumps([empty | one for one in asked])}.map((one) => read(one, {fields}))")
 
 
 def test_what_people_type() -> None:
@@ -141,7 +128,8 @@ def test_what_people_paste() -> None:
 
 def test_a_field_counts_more_than_the_text() -> None:
     (found,) = _read([{"pt": "2.12", "text": "torch==2.11.0\ntransformers==5.9.1"}])
-    assert found["asked"] == {"transformers": "5.9.1", "torch": "2.12", "flash_attention": "none", "python": ""}
+    asked = {"transformers": "5.9.1", "torch": "2.12", "flash_attention": "none", "device": "", "python": ""}
+    assert found["asked"] == asked
 
 
 def test_the_script_and_the_service_answer_the_same(tmp_path: Path) -> None:
@@ -163,8 +151,7 @@ def test_the_script_and_the_service_answer_the_same(tmp_path: Path) -> None:
         for one in results:
             store.add(run, one)
         stored(store, [passed(own[0]), failed(own[3]), passed(own[2])])
-        known = store.newest()
-        matrix = json.loads(report.answers(known, Links()).removeprefix("const MATRIX = ").rstrip(";\n"))
+        judge = Judge(store)
         values = {
             "transformers": ("", "5.9.1", "5.9", "5.9.2", "5.12.0", "4.57.1", "5.9.0rc1"),
             "torch": ("", "2.11.0", "2.10", "2.13.1"),
@@ -175,19 +162,7 @@ def test_the_script_and_the_service_answer_the_same(tmp_path: Path) -> None:
         asked += [
             {"peft": peft, "backend": backend} for peft in ("", "0.9", "0.10.1", "1.0") for backend in ("gloo", "mpi")
         ]
-        found = _script(f"{json.dumps(asked)}.map((one) => answer(one))", matrix)
-        for question, one in zip(asked, found, strict=True):
-            shown = judge(store, wanted({axis: value or None for axis, value in question.items()}), known)
-            named = [Cell.of({"transformers": "", "torch": ""} | some["cell"]) for some in one["evidence"]]
-            works = [Cell.of({"transformers": "", "torch": ""} | some["cell"]) for some in [one["works"]] if some]
-            assert (one["verdict"], one["kind"], one["closeness"], named, works) == (
-                shown.verdict,
-                shown.kind,
-                shown.closeness,
-                [some.cell for some in shown.shown],
-                [some.cell for some in shown.works],
-            ), question
-            assert shown.closeness in ("neighbour", "none") or one["reason"] == shown.reason
+        answered_alike(judge, asked)
 
 
 def test_an_answer_has_the_nearest_that_works(tmp_path: Path) -> None:
@@ -195,20 +170,25 @@ def test_an_answer_has_the_nearest_that_works(tmp_path: Path) -> None:
     with Store.open(str(tmp_path / "store.db")) as store:
         run = stored(store, [failed(one, "crash", "it died") if one.torch == "2.11" else passed(one) for one in every])
 
-        def answer(**asked: str) -> Judged:
-            return judge(store, wanted(asked))
+        def answer(**asked: str) -> Answer:
+            return Judge(store)(wanted(asked))
 
         bad = answer(transformers="5.9.1", torch="2.11.0")
         assert (bad.verdict, bad.kind, bad.closeness, bad.reason) == ("failed", "crash", "patch", "it died")
-        assert bad.works[0].cell.name == "py312-tf5.9-torch2.10"
-        assert [one.axis for one in bad.works[0].differs] == ["torch"]
-        assert (bad.shown[0].run, bad.shown[0].kind) == (run, "crash")
+        assert bad.works
+        assert bad.works.cell.name == "py312-tf5.9-torch2.10"
+        assert [one.axis for one in bad.works.differs] == ["torch"]
+        assert (bad.evidence[0].run, bad.evidence[0].kind) == (run, "crash")
         other = answer(transformers="5.12", torch="2.10")
         assert (other.verdict, other.closeness) == ("unknown", "neighbour")
-        assert other.works[0].cell.name == "py312-tf5.10-torch2.10"
+        assert other.works
+        assert other.works.cell.name == "py312-tf5.10-torch2.10"
+        assert other.against == []
+        against = answer(transformers="5.12", torch="2.11", python="3.12").against
+        assert [one.cell.name for one in against] == ["py312-tf5.10-torch2.11"]
         store.new_run([], excluded=dict.fromkeys(cells(("5.9",), ("2.11",), ("3.10",)), "needs Python 3.11"))
-        refused = answer(transformers="5.9", torch="2.11", python="3.10")
-        assert (refused.verdict, refused.closeness, refused.reason, refused.shown) == (
+        refused = answer(transformers="5.9", torch="2.11", python="3.10", flash_attention="none", device="cpu")
+        assert (refused.verdict, refused.closeness, refused.reason, refused.evidence) == (
             "refused",
             "rule",
             "needs Python 3.11",

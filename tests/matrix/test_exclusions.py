@@ -147,7 +147,7 @@ CHECKS: dict[str, Callable[[Cell], bool]] = {
     "on CUDA every torch has a FlashAttention of its own: the environment is that of flash_attention==torch": (
         lambda cell: cell.flash_attention == "none" and has_torch_kernel(cell)
     ),
-    "flash-attn compiles as C++17, and torch 2.14 and later need C++20": (
+    "flash-attn 2.8.3 compiles as C++17, and torch 2.14 and later need C++20": (
         lambda cell: cell.flash_attention == "fa2" and needs_newer_cpp(cell.torch)
     ),
     "fa3-fwd 0.0.3 imports torch_dtype_float4_e2m1fn_x2, which torch has from 2.11 on": (

@@ -487,7 +487,7 @@ def test_the_question_on_a_phone(open_page: Open, demo: tuple[str, service_demo.
 def test_a_report_works_without_a_server(open_page: Open, tmp_path: Path, size: dict[str, int]) -> None:
     with Store.open(str(tmp_path / "store.db")) as store:
         made = service_demo.fill(store, tmp_path)
-        report.write(store, tmp_path / "site", project="tested")
+        report.write(store, tmp_path / "site", axes=load(tmp_path / "axes.toml"))
     index = (tmp_path / "site" / "index.html").as_uri()
     page = open_page(index, viewport=size)
     assert page.locator("h1").inner_text() == "Does my combination work?"

@@ -310,7 +310,7 @@ def test_filters_are_in_the_address(demo: tuple[Get, service_demo.Demo, Store]) 
     ]
     form = {one.get("name"): one.get("value") for one in page.all("input")}
     assert form["only"] == "transformers>=5.22 and torch==2.15"
-    assert [one["name"] for one in page.all("select")] == ["state"]
+    assert [one["name"] for one in page.all("select")] == ["on", "state"]
     # The facets keep the other filters; the form keeps the facets.
     assert "/?python=3.11&only=transformers%3E%3D5.22+and+torch%3D%3D2.15&state=wrong" in page.links
     assert {"name": "python", "value": "3.11", "type": "hidden"} in _page(get("/?python=3.11")).all("input")
@@ -323,7 +323,7 @@ def test_filters_are_in_the_address(demo: tuple[Get, service_demo.Demo, Store]) 
 @pytest.mark.parametrize(
     ("query", "allowed"),
     [
-        ("pyton=3.12", "the filters are flash_attention, device, python, only, state, run, tf, pt, fa, py"),
+        ("pyton=3.12", "the filters are flash_attention, device, python, only, state, run, tf, pt, fa, on, py"),
         ("python=3.9", "there are 3.11, 3.12, 3.13, all"),
         ("device=tpu", "there are cpu, cuda, all"),
         ("flash_attention=fa9", "there are none, fa2, fa4, all"),
@@ -498,6 +498,27 @@ def test_does_my_combination_work(demo: tuple[Get, service_demo.Demo, Store]) ->
     columns = [one["data-value"] for one in page.all("th") if "data-value" in one and one["scope"] == "col"]
     assert columns == ["2.11", "2.15", "2.14", "2.13", "2.12", "2.10"]
     assert [one["data-value"] for one in page.all("th") if one.get("class") == "yours"] == ["2.11", "5.9"]
+
+
+def test_the_answer_is_for_the_device_that_is_given_or_for_each(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, _, _ = demo
+
+    def answer(address: str) -> str:
+        return " ".join(_page(get(address)).text.partition("An empty field stands for any.")[2].split()).partition(
+            " The matrix"
+        )[0]
+
+    never = answer("/?tf=5.9&pt=2.11&fa=fa2")
+    assert "○ It was never run Only its neighbours were run" in never
+    assert "CPU: ⊘ It is excluded FlashAttention has kernels for CUDA alone" in never
+    assert "GPU: ○ It was never run" in never
+    assert "GPU: ○ It was never run" not in (on_cpu := answer("/?tf=5.9&pt=2.11&fa=fa2&on=cpu"))
+    assert "⊘ It is excluded A rule of the axes says so, for every patch release. FlashAttention has kernels" in on_cpu
+    for address in ("/?pt=2.14&fa=fa2", "/?pt=2.15.1&fa=fa2&on=cuda&py=3.12"):
+        assert "for every patch release. flash-attn compiles as C++17" in answer(address)
+    assert "It was never run" in (outside := answer("/?tf=5.40"))
+    assert "the matrix has no transformers 5.40" in outside
+    _page(get("/?on=tpu"), 422)
 
 
 def test_a_release_that_is_none_is_refused(demo: tuple[Get, service_demo.Demo, Store]) -> None:

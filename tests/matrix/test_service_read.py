@@ -33,8 +33,7 @@ from compat_matrix.service.guard import Settings
 from compat_matrix.service.site import Site
 from compat_matrix.store import Store
 from compat_matrix.store.documents import NEWS, keep
-from compat_matrix.views import verdicts
-from compat_matrix.views.verdicts import Answer, wanted
+from compat_matrix.views.verdicts import Answer, Judge, wanted
 
 ATOM = "{http://www.w3.org/2005/Atom}"
 #: Characters that a test's output or name may contain.
@@ -68,7 +67,7 @@ def client(app: FastAPI) -> Iterator[TestClient]:
 
 def answer(store: Store, *values: str, limit: int = 5, **axes: str) -> Answer:
     """The answer on a combination: its values in the order of the axes, or by axis."""
-    return verdicts.answer(store, wanted(dict(zip(AXES, values, strict=False)) | axes), limit)
+    return Judge(store)(wanted(dict(zip(AXES, values, strict=False)) | axes), limit).detailed(store)
 
 
 def ran(
@@ -130,7 +129,7 @@ def test_what_counts_as_the_same_release(store: Store, axis: str, tested_version
     cell = Cell("3.12", "5.9", "2.11")
     versions = {"transformers": "5.9.3", "torch": "2.11.0", "python": "3.12.1", axis: tested_version}
     stored(store, [ran(cell, **versions)])
-    found = verdicts.answer(store, wanted({axis: asked}))
+    found = Judge(store)(wanted({axis: asked}))
     assert (found.match, found.verdict) == (match, "passed" if match == "exact" else "unknown")
     assert [difference.axis for difference in found.tested[0].differs] == ([] if match == "exact" else [axis])
 
@@ -229,9 +228,13 @@ def test_what_is_refused_is_so_for_all_patches_and_has_the_reason(store: Store) 
     possible, refused, other = cells(("5.21",), ("2.11",), ("3.11", "3.10", "3.9"))
     run = store.new_run([possible], excluded={refused: "needs Python 3.11", other: "needs Python 3.11"})
     store.add(run, ran(possible, "5.21.0", python="3.11.2"))
-    found = answer(store, python="3.10", transformers="5.21.7")
+    found = answer(store, "3.10", "5.21.7", "2.11.0", "none", "cpu")
     assert (found.match, found.verdict, found.reason) == ("exact", "refused", "needs Python 3.11")
     assert [one.cell for one in found.tested] == [possible]  # the nearest tested cell
+    # Without the axes, no other combination is known to be excluded.
+    assert answer(store, python="3.10", transformers="5.21.7").verdict == "unknown"
+    assert answer(store, "3.10", "5.21.7", "2.11.0", "none").verdict == "unknown"
+    assert answer(store, "3.10", "5.21.7", "2.12.0", "none", "cpu").verdict == "unknown"
     every = answer(store, transformers="5.21")
     assert (every.verdict, [(one.reason, one.cells) for one in every.refusals]) == (
         "passed",
@@ -598,7 +601,7 @@ def test_what_has_not_changed_is_not_sent_again(
     assert tag.startswith('W/"')
     with monkeypatch.context() as patched:
         # Nothing is rendered for it: the functions that make the answers aren't called.
-        for owner, name in ((Store, "newest"), (Store, "runs"), (verdicts, "answer"), (feed, "entries")):
+        for owner, name in ((Store, "newest"), (Store, "runs"), (Judge, "__call__"), (feed, "entries")):
             patched.delattr(owner, name)
         again = client.get(path, headers={"If-None-Match": f'"other", {tag}'})
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)

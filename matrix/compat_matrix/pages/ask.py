@@ -11,14 +11,15 @@ from ..views.verdicts import Closeness, Verdict, wanted
 #: Stands for every value of a facet.
 ALL = "all"
 
-#: The filters by their parameters. The last four are the fields of the form; those of a project's own axes follow them.
-NAMES = ("flash_attention", "device", "python", "only", "state", "run", "tf", "pt", "fa", "py")
+#: The filters by their parameters. The last five are the fields of the form; those of a project's own axes follow them.
+NAMES = ("flash_attention", "device", "python", "only", "state", "run", "tf", "pt", "fa", "on", "py")
 
 #: The fields of the form, by the axis that they are about: the parameter, the label and an example.
 FIELDS = {
     "transformers": ("tf", "transformers", "5.9.1"),
     "torch": ("pt", "torch", "2.11.0+cu130"),
     "flash_attention": ("fa", "FlashAttention", "flash-attn 2.8.3"),
+    "device": ("on", "device", "any"),
     "python": ("py", "Python", "3.12"),
 }
 
@@ -30,7 +31,7 @@ HEADLINES: Mapping[Verdict, tuple[str, str, str]] = {
     "wrong": ("wrong", "It computes something else", ""),
     "failed": ("failed", "It fails", ""),
     "refused": ("refused", "It is excluded", ""),
-    "unknown": ("not run", "It was not tested", ""),
+    "unknown": ("not run", "It was never run", ""),
 }
 
 #: How exact an answer is.
@@ -38,8 +39,8 @@ CLOSENESS: Mapping[Closeness, str] = {
     "patch": "Exactly these releases were tested.",
     "minor": "These minor releases were tested; the patch releases are below.",
     "rule": "A rule of the axes says so, for every patch release.",
-    "neighbour": "Only its neighbours were tested: the nearest are below.",
-    "none": "Nothing was tested yet.",
+    "neighbour": "Only its neighbours were run: the nearest are below.",
+    "none": "Nothing was run yet.",
 }
 
 

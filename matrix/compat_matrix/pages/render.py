@@ -90,7 +90,12 @@ def environment() -> Environment:
     )
     made.filters |= {one.__name__: one for one in (common.moment, common.duration, common.counted, plural, code)}
     made.filters["shell"] = shlex.join
-    made.globals |= {"one_line": common.one_line, "kernel_name": common.kernel_name, "KERNELS": common.KERNELS}
+    made.globals |= {
+        "one_line": common.one_line,
+        "kernel_name": common.kernel_name,
+        "KERNELS": common.KERNELS,
+        "DEVICES": common.DEVICES,
+    }
     made.globals |= {"SIGNS": common.SIGNS, "FIELDS": ask.FIELDS}
     made.globals |= {"HEADLINES": ask.HEADLINES, "CLOSENESS": ask.CLOSENESS}
     made.globals |= {"grid_cell": _grid_cell, "entry_of": lambda *past: entry(Past(*past))}

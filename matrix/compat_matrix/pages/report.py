@@ -10,11 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from ..axes import axes_in, load
+from ..axes import Axes, axes_in, load
+from ..cells import WORDS
 from ..errors import MatrixError
 from ..store import Past, Store
 from ..views import architectures, common
-from ..views.verdicts import ORDER, Tested, in_order
+from ..views.rules import Rules
+from ..views.verdicts import ORDER, Judge, Known, in_order
 from . import ask, grid, runs, seams
 from . import cell as cell_page
 from .render import NAME, Links, file_name, render, static_files
@@ -34,19 +36,22 @@ class _Page(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the site and print the path of its first page; returns the exit code."""
-    project = NAME
+    axes = None
     with suppress(*([] if arguments.axes else [MatrixError])):  # a report needs no axes file
         if path := arguments.axes or axes_in(Path()):
-            project = load(path).project_name or NAME
+            axes = load(path)
     with Store.open(arguments.store, create=False) as store:
         names = arguments.runs and [store.resolve(name) for name in arguments.runs]
-        write(store, arguments.folder, names, project)
+        write(store, arguments.folder, names, axes)
     print(Path(arguments.folder, "index.html"))
     return 0
 
 
-def write(store: Store, folder: Path, runs: Sequence[str] | None = None, project: str = NAME) -> None:
+def write(store: Store, folder: Path, runs: Sequence[str] | None = None, axes: Axes | None = None) -> None:
     """Write the report of all runs, or of the given ones. If that fails, an older report stays as it was.
+
+    Args:
+        axes: the rules by which it answers, and the project's name.
 
     Raises:
         MatrixError: `folder` contains anything other than a report, or can't be written.
@@ -57,7 +62,7 @@ def write(store: Store, folder: Path, runs: Sequence[str] | None = None, project
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
             made, old, names = Path(beside, "new"), Path(beside, "old"), [MANIFEST]
-            for name, text in _Report(store, runs).files(project):
+            for name, text in _Report(store, runs, axes).files():
                 (made / name).parent.mkdir(parents=True, exist_ok=True)
                 (made / name).write_text(text, encoding="utf-8")
                 names.append(name)
@@ -96,20 +101,22 @@ def _refuse_others(folder: Path) -> None:
 class _Report:
     """The pages of a service, as files."""
 
-    def __init__(self, store: Store, names: Sequence[str] | None) -> None:
+    def __init__(self, store: Store, names: Sequence[str] | None, axes: Axes | None) -> None:
         self.store, self.newest, self.address = store, sorted(store.newest(names)), Links()
+        self.axes, self.judge = axes, Judge(store, Rules.of(axes) if axes else None, self.newest)
         self.runs = [one for one in store.runs() if (not one.partial if names is None else one.whole in names)]
         self.entries = {one.cell: grid.entry(one) for one in self.newest}
         self.own = ask.own_axes(self.entries)
 
-    def files(self, project: str) -> Iterator[tuple[str, str]]:
+    def files(self) -> Iterator[tuple[str, str]]:
         """The name and the content of each file."""
+        project = self.axes and self.axes.project_name or NAME
         pages = [*self._grids(), *self._others()]
         at = {address: page.file for page in pages for address in page.addresses}
         for name, (content, _) in static_files().items():
             if not name.startswith("htmx"):  # only a service needs it
                 yield name, content.decode()
-        yield "answers.js", answers(self.newest, Links("", at))
+        yield "answers.js", answers(self.judge, Links("", at))
         for page in pages:
             links = Links("../" * page.file.count("/"), at)
             yield page.file, render(page.template, links, project, **page.values())
@@ -165,28 +172,35 @@ class _Report:
         return cell_page.values(self.store, past.cell, past, history)
 
 
-def answers(newest: Sequence[Past], links: Links) -> str:
-    """A script with the newest result of every cell, in which `ask.js` finds the answer to a question."""
+def answers(judge: Judge, links: Links) -> str:
+    """A script with what the judge knows, in which `ask.js` finds the answer to a question."""
+    store, rules = judge.store, judge.rules
+    ended = [one for one in judge.known if one.ended]
+    exact = [one.exact for one in ended]
+    earlier = map(Known.of, store.in_each_environment(one.past.cell for one in ended))
+    other = [one for one in earlier if one.exact not in exact and links("runs", one.past.run.id)]
+    other.sort(key=lambda one: (one.past.cell, str(one.past.summary.started)))
     data = {
-        "cells": [_tested(Tested.newest(one), links) for one in sorted(newest)],
-        "order": in_order([*ORDER, *ask.own_axes(one.cell for one in newest)]),
+        "cells": [_known(one, store, links) for one in judge.known],
+        "earlier": [_known(one, store, links) for one in other],
+        "rules": [{"clause": one.clause, "because": one.because} for one in rules.rules],
+        "values": rules.values,
+        "words": WORDS,
+        "order": in_order({*ORDER, *rules.values, *(axis for one in judge.known for axis in one.axes)}),
         "headlines": ask.HEADLINES,
         "closeness": ask.CLOSENESS,
+        "devices": common.DEVICES,
         "signs": common.SIGNS,
     }
-    return f"const MATRIX = {json.dumps(data)};\n".replace("<", "\\u003c")
+    return f"const MATRIX = {json.dumps(data, separators=(',', ':'))};\n".replace("<", "\\u003c")
 
 
-def _tested(one: Tested, links: Links) -> Mapping[str, object]:
+def _known(one: Known, store: Store, links: Links) -> Mapping[str, object]:
     """A cell in the script, with its evidence as HTML if its tests ran."""
-    found = {
-        "cell": one.cell.axes,
-        "verdict": one.verdict,
-        "kind": one.kind,
-        "reason": common.one_line(one.reason, 400),
-    }
+    summary = one.past.summary
+    found = {"cell": one.axes, "verdict": one.verdict, "kind": summary.kind, "reason": common.one_line(one.reason, 400)}
     if not one.ended:
         return found
-    exact = {axis: one[axis] for axis in (*ORDER, *one.extra)}
-    began = one.started and one.started.isoformat()
-    return found | {"began": began, "exact": exact, "html": render("evidence", links, "", one=one)}
+    began = summary.started and summary.started.isoformat()
+    html = render("evidence", links, "", one=one.tested().detailed(store)).strip()
+    return found | {"began": began, "exact": one.exact, "html": html}

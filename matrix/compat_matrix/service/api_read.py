@@ -19,9 +19,9 @@ from ..results import ENDED, Kind
 from ..store import Past, State
 from ..store.documents import ATLAS, kept
 from ..versions import VERSION
-from ..views import diff, verdicts
+from ..views import diff
 from ..views.facts import Atlas, Cells, CellState, Changes, Error, Result, Runs, WholeRun, as_json
-from ..views.verdicts import Answer
+from ..views.verdicts import Answer, wanted
 from . import feed, metrics
 from .site import Current, Site
 
@@ -138,11 +138,11 @@ def _of(media: str) -> dict[str, Any]:
 
 @router.get("/compat", response_model=Answer)
 def compat(site: Current, asked: Annotated[_Combination, Query()]) -> Response:
-    """The verdict on a combination, or the nearest tested ones. A parameter that is left out stands for every value.
+    """The verdict on a combination: a result decides, or else a rule of the axes that excludes it; or else the nearest results.
 
-    Further parameters are the project's own axes.
+    A parameter that is left out stands for every value. Further parameters are the project's own axes.
     """
-    return _json(verdicts.answer(site.store, verdicts.wanted(asked.given(site)), asked.limit))
+    return _json(site.answer(wanted(asked.given(site)), asked.limit))
 
 
 @router.get("/runs", response_model=Runs)

@@ -16,7 +16,6 @@ from ..pages import cell as cell_page
 from ..pages.render import Links, render, static_files
 from ..store import submissions
 from ..views import architectures, common, explain
-from ..views.verdicts import judge
 from .site import Current, Followed, current
 
 router = APIRouter(include_in_schema=False)
@@ -62,7 +61,7 @@ def the_home(request: Request, site: Current) -> Response:
     else:
         entries = {cell: grid.entry(None, excluded=why) for cell, why in site.served.items()}
         entries |= {one.cell: grid.entry(one, one.cell in running) for one in newest}
-    answer = judge(store, asked, newest or None) if asked and not _live(request) else None
+    answer = site.answer(asked, newest=newest) if asked and not run and not _live(request) else None
     if chosen["only"]:
         condition = Expression(chosen["only"], values_of(entries))
         entries = {cell: one for cell, one in entries.items() if condition(cell)}

@@ -27,6 +27,8 @@ from ..store.models import CELL, DOCUMENT, PLANNED, RESULT, RUN, SUBMISSION
 from ..unpack import sha256
 from ..views import explain
 from ..views.common import one_line
+from ..views.rules import Rules
+from ..views.verdicts import Answer, Judge
 from .submission import Submission, Submitted, for_suite
 
 #: The number of recent results that are counted, to notice one that was committed after a later one.
@@ -48,6 +50,7 @@ class Site:
         self.store, self.served_project = store, axes.project_name if axes else ""
         self.project = self.served_project or NAME
         self.served: Mapping[Cell, str] = axes.all_cells if axes else {}
+        self._rules = Rules.of(axes) if axes else None
         self._axes, self._options = axes if runs else None, options
         # The same in all processes of a service that have read the same axes.
         name = (options and options.part_of) or secrets.token_hex(4)
@@ -88,6 +91,10 @@ class Site:
         if past is None:
             raise HTTPException(404, f"There is no such result of {cell}.")
         return cell, past
+
+    def answer(self, asked: Mapping[str, str], limit: int = 5, newest: Sequence[Past] | None = None) -> Answer:
+        """The verdict on a combination, with the whole evidence; `newest` as `Judge` takes it."""
+        return Judge(self.store, self._rules, newest)(asked, limit).detailed(self.store)
 
     def own_axes(self) -> dict[str, str]:
         """The project's own axes, each with one of its values."""

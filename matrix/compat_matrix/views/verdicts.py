@@ -1,24 +1,26 @@
-"""The verdict on a combination of releases, or the results of the nearest tested ones."""
+"""The judge: whether a combination of releases works, fails, can't exist or was never run, with the evidence."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from ..cells import AXES, VERSIONED, WORD, WORDS
+from ..cells import AXES, WORD, WORDS, Cell
 from ..errors import MatrixError
-from ..results import FINE, Output
+from ..results import FINE, Output, Summary
 from ..store import Past, Store
 from ..versions import parsed, related, release, same
-from .explain import shims
+from . import explain
 from .facts import CellState, Model, NamedCell, Shim
+from .rules import Rule, Rules, deciding
 
-#: ``wrong``: something computes wrong numbers. ``refused``: the axes exclude it, with a reason. ``unknown``: not tested.
+#: ``wrong``: something computes wrong numbers. ``refused``: a rule of the axes excludes it. ``unknown``: never run.
 Verdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unknown"]
 
 Match = Literal["exact", "nearest", "none"]
@@ -30,8 +32,11 @@ Closeness = Literal["patch", "minor", "rule", "neighbour", "none"]
 #: own axes come after the first two.
 ORDER = ("device", "flash_attention", "transformers", "torch", "python")
 
-#: The verdicts, worst first. Of several matching cells the worst verdict counts.
-_WORST = ("wrong", "failed", "known", "flaky", "passed")
+#: The verdicts of tests that ran, worst first. Of several matching cells the worst verdict counts.
+WORST = ("wrong", "failed", "known", "flaky", "passed")
+
+#: Those that speak against a neighbour.
+_BAD = WORST[:3]
 
 
 def wanted(axes: Mapping[str, str | None]) -> dict[str, str]:
@@ -64,61 +69,116 @@ class Difference(Model):
     tested: str
 
 
+class Failure(Model):
+    """The first test that failed in a cell, the last line of its error, and its issue if the axes file has one."""
+
+    test: Output
+    error: Output
+    issue: Output
+
+
 class Tested(CellState):
-    """A cell with its newest result, and its exact versions; in an answer with its shims and how it differs from the request."""
+    """A cell with a result and its exact versions; in an answer with its shims, its failure and how it differs from the request."""
 
     verdict: Verdict
     run_label: Output
     revision: Output
     shims: list[Shim] = Field(default_factory=list)
+    failure: Failure | None = None
     differs: list[Difference] = Field(default_factory=list)
-
-    @classmethod
-    def newest(cls, past: Past) -> Tested:
-        """The newest result of a cell."""
-        cell, run, summary, versions = past
-        verdict: Verdict = "refused" if summary.excluded else "unknown"
-        reason = summary.reason
-        if summary.verdict and summary.verdict != "not run":
-            verdict = "wrong" if (summary.verdict, summary.kind) == ("failed", "wrong") else summary.verdict
-        elif not summary.excluded:
-            word = "was not run" if summary.verdict else "has no result yet"
-            reason = f"{cell} {word} in {run.id}{f': {reason}' if reason else ''}"
-        given = {axis: version for axis in VERSIONED if (version := versions.get(axis))}
-        extra = {axis: versions.get(axis) or value for axis, value in cell.extra}
-        more = {"verdict": verdict, "reason": reason, "run_label": run.label, "revision": run.revision, "extra": extra}
-        return cls.of(past, **more, **given)
-
-    @property
-    def ended(self) -> bool:
-        """Whether its tests ran."""
-        return self.verdict in _WORST
 
     @property
     def shown(self) -> list[tuple[str, str]]:
         """The axes by which people know a combination, with their values."""
-        return [(axis, self[axis]) for axis in ("transformers", "torch", "flash_attention", "python", *self.extra)]
-
-    def compared(self, asked: Mapping[str, str]) -> Tested:
-        """The same with its differences from a requested combination."""
-        differs = [
-            Difference(axis=axis, asked=asked[axis], tested=self[axis])
-            for axis in in_order(asked)
-            if not same(asked[axis], self[axis])
+        return [
+            (axis, self[axis]) for axis in ("transformers", "torch", "flash_attention", "device", "python", *self.extra)
         ]
-        return self.model_copy(update={"differs": differs})
+
+    @property
+    def alike(self) -> bool:
+        """Whether its cell is of the requested minor releases."""
+        return _alike(self.cell.axes, {one.axis: one.asked for one in self.differs})
 
     def __getitem__(self, axis: str) -> str:
         """The value of an axis: the exact version, where it has one."""
         return str(getattr(self, axis)) if axis in AXES else self.extra.get(axis, "")
 
+    def detailed(self, store: Store) -> Tested:
+        """The same with its shims and its failure."""
+        if self.verdict == "passed":
+            return self.model_copy(update={"shims": explain.shims(store.environment(self.run, self.cell))})
+        result = store.result(self.run, self.cell, self.attempt, log=False)
+        some = [test for test in result.tests if test.bad or test.outcome in ("flaky", "known")]
+        failure = None
+        if first := min(some, key=lambda test: not test.bad, default=None):
+            lines = explain.error_lines(first.message.splitlines())
+            issue = re.match(r"https?://[^\s:]+", first.message) if first.outcome == "known" else None
+            error = lines[-1].removeprefix("E ").strip() if lines else ""
+            failure = Failure(test=first.nodeid, error=error, issue=issue[0] if issue else "")
+        return self.model_copy(update={"shims": explain.shims(result.environment), "failure": failure})
+
+
+class Known(NamedTuple):
+    """The newest result of a cell, or its plan, as it is compared with a request."""
+
+    past: Past
+    axes: Mapping[str, str]
+    exact: Mapping[str, str]
+    verdict: Verdict
+
+    @classmethod
+    def of(cls, past: Past) -> Known:
+        """With the exact versions, where the result has them."""
+        axes = past.cell.axes
+        exact = {**axes, **{axis: version for axis, version in past.versions.items() if version}}
+        return cls(past, axes, exact, _verdict(past.summary))
+
+    @property
+    def ended(self) -> bool:
+        """Whether its tests ran."""
+        return self.verdict in WORST
+
+    @property
+    def reason(self) -> str:
+        """The reason for its result, or why it has none."""
+        cell, run, summary, _ = self.past
+        if self.ended:
+            return summary.reason
+        word = "was not run" if summary.verdict else "has no result yet"
+        return f"{cell} {word} in {run.id}{f': {summary.reason}' if summary.reason else ''}"
+
+    def tested(self, asked: Mapping[str, str] = {}) -> Tested:
+        """As evidence on a request."""
+        differs = [
+            Difference(axis=axis, asked=asked[axis], tested=self.exact.get(axis, ""))
+            for axis in asked
+            if not same(asked[axis], self.exact.get(axis, ""))
+        ]
+        run = self.past.run
+        more = {"verdict": self.verdict, "reason": self.reason, "run_label": run.label, "revision": run.revision}
+        exact = {axis: value for axis, value in self.exact.items() if axis in AXES}
+        extra = {axis: value for axis, value in self.exact.items() if axis not in AXES}
+        return Tested.of(self.past, **more, **exact, extra=extra, differs=differs)
+
+
+class OnDevice(Model):
+    """The verdict on a combination on one device; ``unknown`` if it was never run there."""
+
+    device: str
+    verdict: Verdict
+    reason: Output
+
 
 class Refusal(Model):
-    """Excluded combinations: the reason, the number of cells, and one of them as an example."""
+    """Excluded combinations: the reason, the rule, the number of the axes' cells, and one of them as an example.
+
+    The rule is the condition in the axes file; it is empty if only the store says so. Releases that no axis has are no cells.
+    """
 
     reason: str
+    rule: str
     cells: int
-    cell: NamedCell
+    cell: NamedCell | None
 
 
 class Answer(Model):
@@ -126,120 +186,158 @@ class Answer(Model):
 
     Attributes:
         asked: the requested combination by axis; null for every value.
-        match: ``exact``: the combination was tested, or is refused; ``nearest``: similar ones were tested; ``none``: none was.
+        match: ``exact``: the combination was run, or a rule excludes it; ``nearest``: similar ones were run; ``none``: none was.
         verdict: on exactly this combination, the worst of several cells. ``unknown`` unless `match` is ``exact``.
+        kind: how it failed, if it did.
         reason: the reason for the verdict.
+        minor: as `verdict`, where only other patches of the requested releases were run, on these.
+        closeness: how near the evidence is.
+        devices: the verdict on each device that may be meant, other patches included.
         counts: the number of matching combinations with each verdict; empty unless `match` is ``exact``.
-        tested: the evidence, deciding entries first; or the nearest combinations, nearest first.
-        refusals: the excluded ones among the requested combinations.
+        tested: the evidence, deciding entries first; then, or else, the nearest combinations, nearest first.
+        works: the nearest combination that passed, if this one doesn't.
+        against: failures on the next tested releases on either side, if it was never run.
+        refusals: the excluded ones among the requested combinations, the reasons for the verdict first.
     """
 
     asked: dict[str, str | None]
     match: Match
     verdict: Verdict
-    reason: str
+    kind: str | None
+    reason: Output
+    minor: Verdict
+    closeness: Closeness
+    devices: list[OnDevice]
     counts: dict[str, int]
     tested: list[Tested]
-    refusals: list[Refusal]
-
-
-class Judged(NamedTuple):
-    """The verdict on a combination: the worst of the evidence, as `Answer` has it.
-
-    Attributes:
-        exact: whether the evidence is of what was asked for; else it is of other patches of the same minor releases.
-        found: the evidence, deciding entries first.
-        near: the nearest tested combinations, nearest first.
-    """
-
-    asked: Mapping[str, str]
-    exact: bool
-    verdict: Verdict
-    reason: str
-    found: list[Tested]
-    near: list[Tested]
+    works: Tested | None
+    against: list[Tested]
     refusals: list[Refusal]
 
     @property
-    def kind(self) -> str | None:
-        """How it failed, if that isn't the verdict."""
-        return self.found[0].kind if self.verdict == "failed" else None
+    def why(self) -> str:
+        """The reason on a page, where other patches are evidence, too."""
+        return self.reason if self.verdict == self.minor else self.tested[0].reason
 
     @property
-    def closeness(self) -> Closeness:
-        """How near the evidence is to what was asked for."""
-        if self.verdict == "refused":
-            return "rule"
-        if not self.found:
-            return "neighbour" if self.near else "none"
-        patches = [self.asked[axis] for axis in ("transformers", "torch") if axis in self.asked]
-        return "patch" if self.exact and patches and all(one.count(".") >= 2 for one in patches) else "minor"
+    def evidence(self) -> list[Tested]:
+        """The evidence on a page, or else the nearest combinations; a rule needs none."""
+        if self.closeness == "rule":
+            return []
+        return [one for one in self.tested if one.alike][:5] or self.tested[:3]
 
-    @property
-    def shown(self) -> list[Tested]:
-        """The evidence on a page, or else the nearest combinations; a rule has none."""
-        some = [] if self.verdict == "refused" else self.found[:5] or self.near[:3]
-        return [one.compared(self.asked) for one in some]
-
-    @property
-    def works(self) -> list[Tested]:
-        """The nearest combination that passed, if this one didn't."""
-        passed = [] if self.verdict in FINE else [one for one in self.near if one.verdict == "passed"]
-        return [one.compared(self.asked) for one in passed[:1]]
+    def detailed(self, store: Store) -> Answer:
+        """The same with the shims and the failure of each of its results."""
+        tested, against = ([one.detailed(store) for one in some] for some in (self.tested, self.against))
+        works = self.works and self.works.detailed(store)
+        return self.model_copy(update={"tested": tested, "against": against, "works": works})
 
 
-def judge(store: Store, asked: Mapping[str, str], newest: Iterable[Past] | None = None) -> Judged:
-    """The verdict of a store on a combination that `wanted` has read.
+class Judge:
+    """Verdicts on combinations, from the results of a store and the rules of an axes file.
 
-    If it wasn't tested, the nearest ones are those with the same device, then the same FlashAttention, then the nearest minor
-    releases of transformers, torch and Python, in this order, and then the nearest patches; of two equally near releases the
-    older one.
+    A result decides before a rule, and a rule before results of other patches. If a combination was never run, the nearest
+    ones are those with the same device, then the same FlashAttention, then the nearest minor releases of transformers, torch
+    and Python, in this order, and then the nearest patches; of two equally near releases the older one.
 
     Args:
+        rules: without them, a combination is refused only if the store has exactly its cells as excluded.
         newest: the newest result of every cell, if the caller has it.
     """
-    known = [*(store.newest() if newest is None else newest)]
-    alike = [Tested.newest(one) for one in known if _alike(one.cell.axes, asked)]
-    ended = [one for one in alike if one.ended]
-    fit = [one for one in ended if _fits(one, asked)]
-    if ended and not fit:  # a result from before a newer patch came out also counts
-        earlier = map(Tested.newest, store.in_each_environment(one.cell for one in ended))
-        fit = [one for one in earlier if _fits(one, asked)]
-    refusals = Counter(one.reason for one in alike if one.verdict == "refused")
-    refused = bool(alike) and len(alike) == refusals.total()
-    distance = partial(_distance, asked=asked)
-    found = sorted(_last_of_each(fit or ended), key=lambda one: (_WORST.index(one.verdict), distance(one)))
-    verdict: Verdict = "refused" if refused else found[0].verdict if found else "unknown"
-    open_ones = (one.reason for one in alike if one.verdict == "unknown")
-    reason = "; ".join(refusals) if refused else found[0].reason if found else next(open_ones, "it was not tested")
-    near = (
-        [] if fit and verdict in FINE else sorted((one for one in map(Tested.newest, known) if one.ended), key=distance)
-    )
-    examples = {one.reason: one.cell for one in reversed(alike) if one.verdict == "refused"}
-    excluded = [Refusal(reason=why, cells=count, cell=examples[why]) for why, count in refusals.items()]
-    return Judged(asked, bool(fit) or refused, verdict, reason, found, near, excluded)
 
+    def __init__(self, store: Store, rules: Rules | None = None, newest: Sequence[Past] | None = None) -> None:
+        found = store.newest() if newest is None else newest
+        self.store, self.rules = store, rules or Rules.stored(found)
+        self.known = [Known.of(one) for one in sorted(one for one in found if not one.summary.excluded)]
 
-def answer(store: Store, asked: Mapping[str, str], limit: int = 5) -> Answer:
-    """The answer of the API: as `judge`, but what is known of other patches is no verdict."""
-    found = judge(store, asked)
-    fit = found.found if found.exact else []
-    some = (fit or found.near)[:limit]
-    counts: dict[str, int] = Counter(one.verdict for one in fit)
-    if found.verdict == "refused":
-        counts["refused"] = sum(one.cells for one in found.refusals)
-    return Answer(
-        asked=dict.fromkeys(ORDER) | dict(sorted(asked.items())),
-        match="exact" if found.exact else "nearest" if some else "none",
-        verdict=found.verdict if found.exact else "unknown",
-        reason="another patch of it was tested" if found.found and not found.exact else found.reason,
-        counts=counts,
-        tested=[
-            one.compared(asked).model_copy(update={"shims": shims(store.environment(one.run, one.cell))})
-            for one in some
-        ],
-        refusals=found.refusals,
-    )
+    def __call__(self, asked: Mapping[str, str], limit: int = 5) -> Answer:
+        """The verdict on a combination that `wanted` has read.
+
+        Args:
+            limit: the most entries of `Answer.tested`.
+        """
+        asked = {axis: asked[axis] for axis in in_order(asked)}
+        distance = partial(_distance, asked=asked)
+        alike = [one for one in self.known if _alike(one.axes, asked)]
+        ended = [one for one in alike if one.ended]
+        fit = self._fitting(ended, asked)
+        refusing = [*self.rules.refusing(asked)]
+        rules = [] if fit else deciding([some for _, some in refusing])
+        evidence = _last_of_each(fit or ([] if rules else ended))
+        evidence.sort(key=lambda one: (WORST.index(one.verdict), distance(one)))
+        minor: Verdict = evidence[0].verdict if evidence else "refused" if rules else "unknown"
+        exact = bool(fit or rules)
+        near = [] if fit and minor in FINE else sorted((one for one in self.known if one.ended), key=distance)
+        if fit:
+            reason, shown = evidence[0].reason, evidence
+        else:
+            reason = _because(rules) or self._why_unknown(asked, alike)
+            shown = [*evidence, *(one for one in near if one not in evidence)]
+        refusals = self._refusals(asked, rules)
+        counts: dict[str, int] = Counter(one.verdict for one in (evidence if fit else ()))
+        if rules:
+            counts["refused"] = sum(one.cells for one in refusals) or 1
+        return Answer(
+            asked=dict.fromkeys(ORDER) | dict(sorted(asked.items())),
+            match="exact" if exact else "nearest" if shown else "none",
+            verdict=minor if exact else "unknown",
+            kind=evidence[0].past.summary.kind if minor == "failed" else None,
+            reason=reason,
+            minor=minor,
+            closeness=_closeness(asked, bool(fit), minor, bool(near)),
+            devices=self._devices(asked, evidence, refusing),
+            counts=counts,
+            tested=[one.tested(asked) for one in shown[:limit]],
+            works=next((one.tested(asked) for one in near if one.verdict == "passed" and minor not in FINE), None),
+            against=[one.tested(asked) for one in _against(near, asked)] if minor == "unknown" else [],
+            refusals=refusals,
+        )
+
+    def _fitting(self, ended: Sequence[Known], asked: Mapping[str, str]) -> list[Known]:
+        """The results of the requested releases; where the newest ones are of other patches, earlier ones."""
+        fit = [one for one in ended if _fits(one.exact, asked)]
+        if fit or not ended:
+            return fit
+        earlier = map(Known.of, self.store.in_each_environment(one.past.cell for one in ended))
+        return [one for one in earlier if _fits(one.exact, asked)]
+
+    def _why_unknown(self, asked: Mapping[str, str], alike: Sequence[Known]) -> str:
+        if any(one.ended for one in alike):
+            return "another patch of it was tested"
+        if alike:
+            return alike[0].reason
+        values = self.rules.values
+        none = [
+            f"{axis} {value}"
+            for axis, value in asked.items()
+            if not any(related(one, value) for one in values.get(axis, ""))
+        ]
+        if none and values:
+            return f"the matrix has no {' and no '.join(none)}"
+        return "no run has planned it"
+
+    def _devices(
+        self, asked: Mapping[str, str], evidence: Sequence[Known], refusing: Sequence[tuple[str, Sequence[Rule]]]
+    ) -> list[OnDevice]:
+        has = {*self.rules.values.get("device", ()), *(one.axes["device"] for one in evidence)}
+        found = []
+        for device in [asked["device"]] if "device" in asked else [one for one in WORDS["device"] if one in has]:
+            own = next((one for one in evidence if one.axes["device"] == device), None)
+            rules = deciding([some for on, some in refusing if on == device])
+            verdict: Verdict = own.verdict if own else "refused" if rules else "unknown"
+            found.append(OnDevice(device=device, verdict=verdict, reason=own.reason if own else _because(rules)))
+        return found
+
+    def _refusals(self, asked: Mapping[str, str], rules: Sequence[Rule]) -> list[Refusal]:
+        cells: dict[str, list[Cell]] = {rule.because: [] for rule in rules}
+        for cell, because in self.rules.excluded.items():
+            if _alike(cell.axes, asked):
+                cells.setdefault(because, []).append(cell)
+        when = {rule.because: rule.when for rule in self.rules.rules}
+        return [
+            Refusal(reason=because, rule=when.get(because, ""), cells=len(some), cell=some[0] if some else None)
+            for because, some in cells.items()
+        ]
 
 
 def in_order(asked: Collection[str]) -> list[str]:
@@ -248,33 +346,63 @@ def in_order(asked: Collection[str]) -> list[str]:
     return [axis for axis in (*ORDER[:2], *own, *ORDER[2:]) if axis in asked]
 
 
+def _verdict(summary: Summary) -> Verdict:
+    if summary.verdict is None or summary.verdict == "not run":
+        return "unknown"
+    return "wrong" if (summary.verdict, summary.kind) == ("failed", "wrong") else summary.verdict
+
+
+def _because(rules: Iterable[Rule]) -> str:
+    return "; ".join(dict.fromkeys(rule.because for rule in rules))
+
+
+def _closeness(asked: Mapping[str, str], fit: bool, minor: Verdict, near: bool) -> Closeness:
+    if minor == "refused":
+        return "rule"
+    if minor == "unknown":
+        return "neighbour" if near else "none"
+    patches = [asked[axis] for axis in ("transformers", "torch") if axis in asked]
+    return "patch" if fit and patches and all(one.count(".") >= 2 for one in patches) else "minor"
+
+
+def _against(near: Iterable[Known], asked: Mapping[str, str]) -> list[Known]:
+    """The failures among the results next to a combination: those that differ on one axis, the nearest on each side."""
+    sides: dict[tuple[str, bool], Known] = {}
+    for one in near:
+        differ = [axis for axis, value in asked.items() if not related(one.axes.get(axis, ""), value)]
+        if len(differ) == 1:
+            (axis,) = differ
+            sides.setdefault((axis, release(one.axes.get(axis, "")) > release(asked[axis])), one)
+    return [one for one in sides.values() if one.verdict in _BAD]
+
+
 def _alike(axes: Mapping[str, str], asked: Mapping[str, str]) -> bool:
-    return all(related(axes.get(axis, ""), value) for axis, value in asked.items())
+    return all(map(related, map(axes.get, asked, repeat("")), asked.values()))  # of thousands of cells
 
 
-def _fits(one: Tested, asked: Mapping[str, str]) -> bool:
-    return all(same(value, one[axis]) for axis, value in asked.items())
+def _fits(exact: Mapping[str, str], asked: Mapping[str, str]) -> bool:
+    return all(same(value, exact.get(axis, "")) for axis, value in asked.items())
 
 
-def _last_of_each(found: Iterable[Tested]) -> Iterable[Tested]:
+def _last_of_each(results: Iterable[Known]) -> list[Known]:
     """The last result for each combination; cells such as 5.9 and 5.9.0 may have tested the same one."""
-    newest: dict[tuple[object, ...], Tested] = {}
-    for one in sorted(found, key=lambda one: (one.started is not None, one.started)):
-        key = (release(one.python)[:2], *one.extra.items(), *(one[axis] for axis in AXES[1:]))
-        newest[key] = one
-    return newest.values()
+    newest: dict[tuple[object, ...], Known] = {}
+    for one in sorted(results, key=lambda one: str(one.past.summary.started or "")):
+        exact = {**one.exact, "python": release(one.exact["python"])[:2]}
+        newest[tuple(sorted(exact.items()))] = one
+    return [*newest.values()]
 
 
-def _distance(one: Tested, asked: Mapping[str, str]) -> tuple[object, ...]:
-    """A key that sorts combinations by their distance from the requested one."""
+def _distance(one: Known, asked: Mapping[str, str]) -> tuple[object, ...]:
+    """A key that sorts combinations by their distance from the requested one, whose axes are in order."""
     minors, patches = [], []
-    for axis in in_order(asked):
-        own, wanted = one[axis], asked[axis]
-        if parsed(wanted) is None:
-            minors.append((int(own != wanted), 0, False))
+    for axis, value in asked.items():
+        own = one.exact.get(axis, "")
+        if parsed(value) is None:
+            minors.append((int(own != value), 0, False))
             continue
-        there, here = release(own), release(wanted)
+        there, here = release(own), release(value)
         minors.append((abs(there[0] - here[0]), abs(there[1] - here[1]), there[:2] > here[:2]))
-        differ = not same(wanted, own)
+        differ = not same(value, own)
         patches.append((differ, differ and abs(there[2] - here[2]), differ and there[2] > here[2]))
-    return (*minors, *patches, *(-number for number in release(one.python)), one.cell)
+    return (*minors, *patches, *(-number for number in release(one.exact["python"])), one.past.cell)

@@ -49,6 +49,11 @@ function pasted(text) {
 
 // A version as its release, its suffix, and whether it is a pre-release; null for anything else.
 function version(text) {
+  if (!versions.has(text)) versions.set(text, parsed(text));
+  return versions.get(text);
+}
+const versions = new Map();
+function parsed(text) {
   const found = /^(\d+(?:\.\d+){0,3})((?:a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(?:[+ ].*)?$/.exec(text);
   if (!found) return null;
   const suffix = found.slice(2).map((one) => one || "").join("");
@@ -73,53 +78,124 @@ function same(asked, tested) {
   return wanted.release.length <= there.release.length && begins(wanted, there, 2) && !there.early;
 }
 
+// Major, minor and micro; zeros for what isn't a version.
+const numbers = (text) => [0, 1, 2].map((place) => version(text || "")?.release[place] || 0);
+
 // The distance of a tested combination from the question, as numbers that are compared one after the other.
 function distance(one, asked, axes) {
-  const release = (text) => [0, 1, 2].map((place) => version(text)?.release[place] || 0);
   const minors = [];
   const patches = [];
   for (const axis of axes) {
-    const [there, wanted] = [release(one.exact[axis] || ""), release(asked[axis])];
+    const [there, wanted] = [numbers(one.exact[axis]), numbers(asked[axis])];
     if (!version(asked[axis])) minors.push(Number(one.exact[axis] !== asked[axis]));
     else minors.push(Math.abs(there[0] - wanted[0]), Math.abs(there[1] - wanted[1]), Number((there[0] - wanted[0] || there[1] - wanted[1]) > 0));
     const differs = version(asked[axis]) && !same(asked[axis], one.exact[axis] || "");
     patches.push(...(differs ? [1, Math.abs(there[2] - wanted[2]), Number(there[2] > wanted[2])] : [0, 0, 0]));
   }
-  return [...minors, ...patches, ...release(one.exact.python).map((part) => -part)];
+  return [...minors, ...patches, ...numbers(one.exact.python).map((part) => -part)];
 }
 
-// The answer to a question: its verdict, how exact it is, the reason, the evidence, and the nearest combination that works.
+// Whether a condition holds, as `expressions.py` has it; null if that depends on an axis whose value is null.
+function holds([sign, ...parts], values) {
+  if (sign === "and" || sign === "or") {
+    const said = parts.map((part) => holds(part, values));
+    if (said.includes(sign === "or")) return sign === "or";
+    return said.includes(null) ? null : sign === "and";
+  }
+  if (sign === "not") {
+    const inner = holds(parts[0], values);
+    return inner === null ? null : !inner;
+  }
+  const [axis, theirs] = parts;
+  const mine = axis in values ? values[axis] : "";
+  if (mine === null) return null;
+  if (sign === "has") return mine !== "";
+  if (typeof theirs === "string") return (mine === theirs) === (sign === "==");
+  if (!/^\d/.test(mine)) return sign === "!=";
+  const own = mine.split(".").map(Number);
+  const place = theirs.findIndex((part, number) => part !== (own[number] || 0));
+  const order = place < 0 ? 0 : (own[place] || 0) - theirs[place];
+  return { "==": order === 0, "!=": order !== 0, "<": order < 0, "<=": order <= 0, ">": order > 0, ">=": order >= 0 }[sign];
+}
+
+// For each device and FlashAttention that may be meant: the device, and the rules that exclude the combination.
+function refusing(asked) {
+  const fixed = Object.fromEntries(Object.keys(MATRIX.values).map((axis) => [axis, null]));
+  for (const [axis, value] of Object.entries(asked)) if (value) fixed[axis] = version(value)?.release.join(".") || value;
+  let meant = [fixed];
+  for (const [axis, words] of Object.entries(MATRIX.words)) {
+    if (!asked[axis]) meant = meant.flatMap((one) => words.map((word) => ({ ...one, [axis]: word })));
+  }
+  return meant.map((one) => ({ device: one.device, rules: MATRIX.rules.filter((rule) => holds(rule.clause, one)) }));
+}
+
+// The reasons of the rules that exclude all of some combinations, or else of the first for each; none if one of them isn't excluded.
+function deciding(refusing) {
+  if (!refusing.every((one) => one.rules.length)) return "";
+  const common = refusing[0].rules.filter((rule) => refusing.every((one) => one.rules.includes(rule)));
+  const some = common.length ? common : refusing.map((one) => one.rules[0]);
+  return [...new Set(some.map((rule) => rule.because))].join("; ");
+}
+
+// Why nothing of a combination was run.
+function neverRun(asked, alike, axes) {
+  if (alike.length) return alike[0].reason;
+  const none = axes.filter((axis) => !(MATRIX.values[axis] || []).some((value) => related(value, asked[axis])));
+  if (!none.length || !Object.keys(MATRIX.values).length) return "no run has planned it";
+  return `the matrix has no ${none.map((axis) => `${axis} ${asked[axis]}`).join(" and no ")}`;
+}
+
+// The answer to a question: its verdict, how exact it is, the reason, the verdict on each device, the evidence, failures next to it, and
+// the nearest combination that works.
 function answer(asked) {
   const worst = ["wrong", "failed", "known", "flaky", "passed"];
   const axes = MATRIX.order.filter((axis) => asked[axis]);
-  const alike = MATRIX.cells.filter((one) => axes.every((axis) => related(one.cell[axis] || "", asked[axis])));
+  const differ = (one) => axes.filter((axis) => !related(one.cell[axis] || "", asked[axis]));
+  const fits = (one) => axes.every((axis) => same(asked[axis], one.exact[axis] || ""));
+  const alike = MATRIX.cells.filter((one) => !differ(one).length);
   const ended = alike.filter((one) => one.exact);
-  const fit = ended.filter((one) => axes.every((axis) => same(asked[axis], one.exact[axis] || "")));
-  const far = new Map(MATRIX.cells.filter((one) => one.exact).map((one, place) => [one, [...distance(one, asked, axes), place]]));
+  const newest = ended.filter(fits);
+  const fit = newest.length || !ended.length ? newest : MATRIX.earlier.filter((one) => !differ(one).length && fits(one));
+  const meant = refusing(asked);
+  const refused = fit.length ? "" : deciding(meant);
+  const far = new Map([MATRIX.cells, MATRIX.earlier].flatMap((some) => some.map((one, place) => [one, one.exact && [...distance(one, asked, axes), place]])));
   const near = (a, b) => {
     const place = far.get(a).findIndex((part, number) => part !== far.get(b)[number]);
-    return a === b ? 0 : far.get(a)[place] - far.get(b)[place];
+    return place < 0 ? 0 : far.get(a)[place] - far.get(b)[place];
   };
   const last = new Map();
-  for (const one of [...(fit.length ? fit : ended)].sort((a, b) => (a.began < b.began ? -1 : Number(a.began > b.began)))) {
+  for (const one of (fit.length ? [...fit] : refused ? [] : ended).sort((a, b) => (a.began < b.began ? -1 : Number(a.began > b.began)))) {
     const minor = { ...one.exact, python: one.exact.python.split(".").slice(0, 2).join(".") };
     last.set(JSON.stringify(minor), one);
   }
   const found = [...last.values()].sort((a, b) => worst.indexOf(a.verdict) - worst.indexOf(b.verdict) || near(a, b));
-  const refusals = alike.filter((one) => one.verdict === "refused");
-  const refused = alike.length > 0 && refusals.length === alike.length;
-  const verdict = refused ? "refused" : found.length ? found[0].verdict : "unknown";
-  const tested = [...far.keys()].sort(near);
+  const verdict = found.length ? found[0].verdict : refused ? "refused" : "unknown";
+  const works = ["passed", "flaky", "known"].includes(verdict);
+  const tested = works ? [] : MATRIX.cells.filter((one) => one.exact).sort(near);
   const patches = ["transformers", "torch"].map((axis) => asked[axis]).filter(Boolean);
   const exact = fit.length && patches.length && patches.every((one) => one.split(".").length > 2);
-  const open = alike.find((one) => one.verdict === "unknown");
+  const sides = new Map();
+  for (const one of verdict === "unknown" ? tested : []) {
+    const [axis, ...others] = differ(one);
+    const [there, here] = [numbers(one.cell[axis]), numbers(asked[axis])];
+    const side = `${axis} ${(there[0] - here[0] || there[1] - here[1] || there[2] - here[2]) > 0}`;
+    if (!others.length && !sides.has(side)) sides.set(side, one);
+  }
+  const on = (device) => {
+    const own = found.find((one) => one.cell.device === device);
+    const rules = deciding(meant.filter((one) => one.device === device));
+    return { device, verdict: own ? own.verdict : rules ? "refused" : "unknown", reason: own ? own.reason : rules };
+  };
+  const devices = MATRIX.words.device.filter((device) => (MATRIX.values.device || []).includes(device) || found.some((one) => one.cell.device === device));
   return {
     verdict,
     kind: verdict === "failed" ? found[0].kind : null,
     closeness: refused ? "rule" : found.length ? (exact ? "patch" : "minor") : tested.length ? "neighbour" : "none",
-    reason: refused ? [...new Set(refusals.map((one) => one.reason))].join("; ") : found.length ? found[0].reason : open ? open.reason : "it was not tested",
+    reason: found.length ? found[0].reason : refused || neverRun(asked, alike, axes),
+    devices: (asked.device ? [asked.device] : devices).map(on),
     evidence: refused ? [] : found.length ? found.slice(0, 5) : tested.slice(0, 3),
-    works: ["passed", "flaky", "known"].includes(verdict) ? null : tested.find((one) => one.verdict === "passed") || null,
+    against: [...sides.values()].filter((one) => worst.indexOf(one.verdict) < 3),
+    works: tested.find((one) => one.verdict === "passed") || null,
   };
 }
 
@@ -155,6 +231,21 @@ function made(tag, look, ...inside) {
   return one;
 }
 
+// The sign and the headline of a verdict, with how it failed.
+function signed(verdict, kind) {
+  const [state, headline] = MATRIX.headlines[verdict];
+  const sign = made("span", "", MATRIX.signs[state]);
+  sign.ariaHidden = "true";
+  return made("span", `s ${state.replace(" ", "-")}`, sign, ` ${headline}${kind ? `: ${kind}` : ""}`);
+}
+
+// The verdict on each device.
+function listedDevices(found) {
+  const said = (one) => (one.reason && one.reason !== found.reason ? ` ${one.reason}` : "");
+  const lines = found.devices.map((one) => made("li", "", `${MATRIX.devices[one.device]}: `, signed(one.verdict), said(one)));
+  return made("ul", "devices", ...lines);
+}
+
 // The evidence as a list, in which the axes that differ from the question are marked.
 function listed(evidence, asked) {
   const list = made("ul", "evidence");
@@ -188,14 +279,12 @@ function show(form) {
   }
   for (const name of names) if (name !== "text") form.elements[name].value = typed[name];
   const found = answer(asked);
-  const [state, headline] = MATRIX.headlines[found.verdict];
-  const sign = made("span", "", MATRIX.signs[state]);
-  sign.ariaHidden = "true";
-  const said = made("span", `s ${state.replace(" ", "-")}`, sign, ` ${headline}${found.kind ? `: ${found.kind}` : ""}`);
-  place.append(made("p", "verdict", said, " ", made("span", "close", MATRIX.closeness[found.closeness])));
+  place.append(made("p", "verdict", signed(found.verdict, found.kind), " ", made("span", "close", MATRIX.closeness[found.closeness])));
   if (found.reason) place.append(made("p", "why", found.reason));
+  if (found.devices.length > 1 && found.verdict !== "refused") place.append(listedDevices(found));
   if (found.evidence.length) place.append(listed(found.evidence, asked));
-  if (found.works) place.append(made("p", "", "The nearest combination that works:"), listed([found.works], asked));
+  if (found.against.length) place.append(made("p", "", "What fails next to it:"), listed(found.against, asked));
+  if (found.works && !found.evidence.includes(found.works)) place.append(made("p", "", "The nearest combination that works:"), listed([found.works], asked));
   const minor = (text) => text.split(".").slice(0, 2).join(".");
   mine(minor(asked.transformers), minor(asked.torch));
 }
