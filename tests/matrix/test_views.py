@@ -778,6 +778,14 @@ def test_a_report_has_the_name_of_the_project(
     monkeypatch.chdir(axes.parent)
     assert call(report, str(tmp_path / "here")) == 0
     assert f'<a class="brand" href="index.html">{name}</a>' in (tmp_path / "here" / "index.html").read_text()
+    rule = '[[exclude]]\nwhen = "torch<2.5"\nbecause = "a rule of this folder"\n'
+    axes.write_text(axes.read_text() + rule)
+    assert call(report, str(tmp_path / "here")) == 0
+    assert "a rule of this folder" in (tmp_path / "here" / "answers.js").read_text()
+    store.claim("another")  # whose rules aren't those of this folder
+    assert call(report, str(tmp_path / "here")) == 0
+    assert '<a class="brand" href="index.html">another</a>' in (tmp_path / "here" / "index.html").read_text()
+    assert "a rule of this folder" not in (tmp_path / "here" / "answers.js").read_text()
     axes.write_text("version = 2")  # a report needs no axes
     assert call(report, str(tmp_path / "here")) == 0
     with pytest.raises(MatrixError):

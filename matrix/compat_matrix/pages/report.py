@@ -41,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
         if path := arguments.axes or axes_in(Path()):
             axes = load(path)
     with Store.open(arguments.store, create=False) as store:
+        if axes and not arguments.axes and store.project not in ("", axes.project_name):
+            axes = None  # this folder is another project's
         names = arguments.runs and [store.resolve(name) for name in arguments.runs]
         write(store, arguments.folder, names, axes)
     print(Path(arguments.folder, "index.html"))
@@ -110,7 +112,7 @@ class _Report:
 
     def files(self) -> Iterator[tuple[str, str]]:
         """The name and the content of each file."""
-        project = self.axes and self.axes.project_name or NAME
+        project = (self.axes and self.axes.project_name) or self.store.project or NAME
         pages = [*self._grids(), *self._others()]
         at = {address: page.file for page in pages for address in page.addresses}
         for name, (content, _) in static_files().items():
