@@ -3,11 +3,13 @@
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from kernel_compat.proofs import table
 
-from .compatibility import Releases, alike, table_line, write
+from .compatibility import table_line, write
+from .ranges import Releases
 
 LEGEND = {
     "equal": "what eager attention computes, in every case that applies",
@@ -33,7 +35,7 @@ def rows() -> Iterator[tuple[str, str, list[Span]]]:
         verdicts = {release: _verdicts(known[release][name]) for release in every if name in known[release]}
         since = next(iter(verdicts))
         all_since = every[every.index(since) :]
-        groups = [some for some in alike(every, [verdicts.get(release) for release in every]) if some[0] in verdicts]
+        groups = [[*some] for verdict, some in groupby(every, verdicts.get) if verdict]
         yield name, since, [("" if some == all_since else write(some), verdicts[some[0]]) for some in groups]
 
 

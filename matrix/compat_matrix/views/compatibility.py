@@ -1,9 +1,7 @@
 """``kernel-compat-matrix compatibility``: write a Markdown document of the combinations that work, with the shims."""
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..cells import Cell
@@ -12,6 +10,10 @@ from ..results import ENDED
 from ..store import Past, Store
 from . import common
 from .explain import shims
+from .ranges import Writer, ranges
+
+#: A row is for consecutive or other releases of the first axis with the same answers; within those of the next one.
+_ORDER = ("transformers", "python", "torch")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,7 +40,7 @@ def document(store: Store, current: Mapping[Cell, Past]) -> str:
     runs = sorted((common.whole(store.parts(whole)) for whole in wholes), key=lambda one: (one.started, one.id))
     numbers = {found.id: number for number, found in enumerate(runs, 1)}
     # One order for all tables: a release that is missing in one of them ends the ranges there.
-    releases = {axis: Releases(getattr(cell, axis) for cell in current) for axis in ("transformers", "torch", "python")}
+    write = Writer(current).releases
     lines = [
         "# Compatibility",
         "",
@@ -49,12 +51,12 @@ def document(store: Store, current: Mapping[Cell, Past]) -> str:
         lines += ["", f"## {common.kernel_name(*kind)}", ""]
         lines += ["| transformers | torch | Python | | shims | tests passed | run |", "|---|---|---|---|---|---|---|"]
         own = {cell: answer for cell, answer in answers.items() if common.kind(cell) == kind}
-        for cells in _rows(own, ("transformers", "python", "torch")):
-            versions = [write([getattr(cell, axis) for cell in cells]) for axis, write in releases.items()]
-            counts = sorted({current[cell].summary.passed for cell in cells})
+        for one in ranges(own, _ORDER):
+            versions = [write[axis](getattr(one, axis)) for axis in ("transformers", "torch", "python")]
+            counts = sorted({current[cell].summary.passed for cell in one.cells})
             passed = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
-            named = ", ".join(map(str, sorted({numbers[current[cell].run.whole] for cell in cells})))
-            lines.append(table_line(*versions, *answers[cells[0]], passed, named))
+            named = ", ".join(map(str, sorted({numbers[current[cell].run.whole] for cell in one.cells})))
+            lines.append(table_line(*versions, *one.has, passed, named))
     lines += ["", "## Runs", "", "| | run | date | host | revision |", "|---|---|---|---|---|"]
     for one in runs:
         lines.append(table_line(str(numbers[one.id]), one.id, f"{one.started:%Y-%m-%d}", one.host, one.revision))
@@ -70,41 +72,7 @@ def _answer(store: Store, past: Past) -> tuple[str, str]:
     return works, ", ".join(f"`{name}`" for name in applied) or "none"
 
 
-def _rows(answers: Mapping[Cell, object], axes: Sequence[str]) -> Iterator[list[Cell]]:
-    """The cells of each row: of consecutive releases on the first axis with the same answers; within those on the next one."""
-    if not axes:
-        yield [*answers]
-        return
-    found: dict[str, dict[tuple[str, ...], object]] = {}
-    for cell, answer in answers.items():
-        rest = tuple(getattr(cell, axis) for axis in axes[1:])
-        found.setdefault(getattr(cell, axes[0]), {})[rest] = answer
-    releases = common.by_version(found)
-    for some in alike(releases, [found[release] for release in releases]):
-        yield from _rows({cell: answers[cell] for cell in answers if getattr(cell, axes[0]) in some}, axes[1:])
-
-
-def alike(values: Sequence[str], answers: Sequence[object]) -> list[list[str]]:
-    """The values in order, consecutive ones with the same properties grouped."""
-    return [[value for value, _ in group] for _, group in groupby(zip(values, answers, strict=True), key=itemgetter(1))]
-
-
 def table_line(*fields: str) -> str:
     """A row of a Markdown table."""
     shown = (common.one_line(text, 10_000).replace("\\", "\\\\").replace("|", "\\|") for text in fields)
     return f"| {' | '.join(text.replace('<', '&lt;') for text in shown)} |"
-
-
-class Releases:
-    """Formats lists of releases; consecutive ones as ``5.0 to 5.4``."""
-
-    def __init__(self, versions: Iterable[str]) -> None:
-        minors = sorted({common.version_key(version)[0].release[:2] for version in versions})
-        self._place = {minor: place for place, minor in enumerate(minors)}
-
-    def __call__(self, some: Iterable[str]) -> str:
-        """The releases as text."""
-        versions = common.by_version(some)
-        numbered = [(self._place[common.version_key(one)[0].release[:2]] - n, one) for n, one in enumerate(versions)]
-        groups = [[one for _, one in group] for _, group in groupby(numbered, key=itemgetter(0))]
-        return ", ".join(f"{some[0]} to {some[-1]}" if len(some) > 2 else ", ".join(some) for some in groups)
