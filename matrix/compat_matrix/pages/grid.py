@@ -4,11 +4,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..cells import AXES, Cell
+from ..cells import AXES, VERSIONED, Cell
 from ..errors import MatrixError
+from ..results import ENDED
 from ..store import Past, Run, Summary
 from ..versions import related
 from ..views import common
+from ..views.ranges import Writer, ranges
 from .ask import ALL, minor
 
 _SHORT = {"none": "no FA", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "torch": "torch's FA"}
@@ -33,18 +35,45 @@ class Entry(NamedTuple):
         return self.past.summary.verdict if self.past else None
 
     @property
+    def counted(self) -> list[str]:
+        """What it counts as: a cell, one that failed, one without a result. An excluded one doesn't count."""
+        if self.word == "excluded":
+            return []
+        return ["cells", *["failed"][: self.verdict == "failed"], *["open"][: self.verdict not in ENDED]]
+
+    @property
     def states(self) -> set[str]:
         """The states that it counts for."""
         return {self.state, "running"} if self.running else {self.state}
 
 
 class Tab(NamedTuple):
-    """One value of a facet, or all of them, with the number of its cells that are bad."""
+    """One value of a facet, or all of them, with the number of its cells, of those that failed, and of those without a result."""
 
     name: str
     filters: Filters
     chosen: bool
-    bad: int
+    counts: Counter[str]
+
+
+class Part(NamedTuple):
+    """The ranges of one state, as texts with their cells. Those that are excluded are a part for each reason."""
+
+    state: str
+    word: str
+    reason: str
+    ranges: list[tuple[str, list[Cell]]]
+
+
+class Line(NamedTuple):
+    """What works with a FlashAttention on a device; `filters` are those of its grid."""
+
+    name: str
+    pythons: list[str]
+    filters: Filters
+    chosen: bool
+    counts: Counter[str]
+    parts: list[Part]
 
 
 def entry(past: Past | None, running: bool = False, excluded: str = "") -> Entry:
@@ -88,15 +117,27 @@ def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entr
     def exists(cell: Cell) -> bool:
         return bool(state) or own[cell].word != "excluded"
 
+    blocks = [
+        (title, _usual_day(own, rows), columns, rows)
+        for title, columns, rows in common.blocks({cell: cell for cell in own}, exists, newest_first=True)
+    ]
     return {
         "filters": filters,
         "yours": yours,
         "tabs": tabs,
+        "lines": lines(filters, facets, entries),
         "counts": counts,
         "entries": own,
-        "blocks": common.blocks({cell: cell for cell in own}, exists, newest_first=True, first=yours[1]),
+        "blocks": blocks,
         "groups": groups(own),
     }
+
+
+def _usual_day(own: Mapping[Cell, Entry], rows: Iterable[tuple[str, Iterable[Cell | None]]]) -> str:
+    """The day on which most cells of a table were tested; empty if none was."""
+    starts = (past.summary.started for _, cells in rows for cell in cells if cell and (past := own[cell].past))
+    days = Counter(f"{start:%Y-%m-%d}" for start in starts if start)
+    return max(days, key=lambda day: (days[day], day), default="")
 
 
 def _about(filters: Filters, asked: Mapping[str, str], entries: Iterable[Cell]) -> Filters:
@@ -110,6 +151,15 @@ def _about(filters: Filters, asked: Mapping[str, str], entries: Iterable[Cell]) 
     return filters
 
 
+def counted(entries: Mapping[Cell, Entry]) -> dict[Facet, Counter[str]]:
+    """The counts of the facets that exist."""
+    found: dict[Facet, Counter[str]] = {}
+    for cell, one in entries.items():
+        if one.word != "excluded":
+            found.setdefault(facet(cell), Counter()).update(one.counted)
+    return found
+
+
 def choose(filters: Filters, entries: Mapping[Cell, Entry]) -> tuple[set[Facet], dict[str, list[Tab]]]:
     """The facets that a page shows, and all to choose from.
 
@@ -119,37 +169,92 @@ def choose(filters: Filters, entries: Mapping[Cell, Entry]) -> tuple[set[Facet],
         MatrixError: there is no such FlashAttention, device or Python.
     """
     every = sorted({facet(cell) for cell in entries}, key=lambda one: common.kernel_place((*one[:2], ())))
-    exist = {facet(cell) for cell, one in entries.items() if one.word != "excluded"}
-    tested = {facet(cell) for cell, one in entries.items() if one.verdict}
-    bad = [facet(cell) for cell, one in entries.items() if one.verdict == "failed"]
+    counts = counted(entries)
     kernel, device, python = filters["flash_attention"], filters["device"], filters["python"]
     _check("flash_attention", kernel, [one[0] for one in every])
     _check("device", device, [one[1] for one in every])
-    kernels = [*dict.fromkeys(one[:2] for one in every if one in exist)]
+    kernels = [*dict.fromkeys(one[:2] for one in every if one in counts)]
     if kernel or device:
         chosen = [one for one in kernels if kernel in ("", ALL, one[0]) and device in ("", ALL, one[1])]
     else:
-        chosen = [one[:2] for one in every if one in tested][:1] or kernels[:1]
-    own = {one for one in every if one[:2] in chosen}
+        chosen = [one for one in kernels if _tested(counts, one)][:1] or kernels[:1]
+    own = [one for one in every if one[:2] in chosen]
     _check("python", python, common.by_version(one[2] for one in own))
-    pythons = common.by_version(one[2] for one in own & exist)[::-1]
-    newest = [one for one in pythons if one in {key[2] for key in own & tested}] or pythons
-    some = pythons if python == ALL else [python] if python else newest[:1]
-    of_kernel, of_python = Counter(one[:2] for one in bad), Counter(one[2] for one in bad if one in own)
+    some = _pythons(python, counts, chosen)
+    pythons = _pythons(ALL, counts, chosen)
+
+    def tab(name: str, shown: bool, kernels: Collection[tuple[str, str]], pythons: Collection[str], **more: str) -> Tab:
+        its = (count for (*one, version), count in counts.items() if tuple(one) in kernels and version in pythons)
+        return Tab(name, {**filters, **more}, shown, sum(its, Counter()))
+
     kernel_tabs = [
-        Tab(
+        tab(
             f"{_SHORT.get(one[0], one[0])} · {common.DEVICES.get(one[1], one[1])}",
-            {**filters, "flash_attention": one[0], "device": one[1], "python": ""},
             chosen == [one],
-            of_kernel[one],
+            [one],
+            _pythons("", counts, [one]),
+            flash_attention=one[0],
+            device=one[1],
+            python="",
         )
         for one in kernels
     ]
-    python_tabs = [Tab(one, {**filters, "python": one}, some == [one], of_python[one]) for one in pythons]
-    every_kernel = Tab("all", {**filters, "flash_attention": ALL, "device": ""}, chosen == kernels, of_kernel.total())
-    every_python = Tab("all", {**filters, "python": ALL}, some == pythons, of_python.total())
+    every_kernel = tab("all", chosen == kernels, kernels, _pythons("", counts, kernels), flash_attention=ALL, device="")
+    python_tabs = [tab(one, some == [one], chosen, [one], python=one) for one in pythons]
+    every_python = tab("all", some == pythons, chosen, pythons, python=ALL)
     tabs = {"FlashAttention and device": [*kernel_tabs, every_kernel], "Python": [*python_tabs, every_python]}
     return {one for one in own if one[2] in some}, tabs
+
+
+def _tested(counts: Mapping[Facet, Counter[str]], kernel: tuple[str, str]) -> list[str]:
+    """The Pythons on which cells of a FlashAttention and a device have results, newest first."""
+    found = (one[2] for one, own in counts.items() if one[:2] == kernel and own["cells"] > own["open"])
+    return common.by_version(found)[::-1]
+
+
+def _pythons(python: str, counts: Mapping[Facet, Counter[str]], kernels: Collection[tuple[str, str]]) -> list[str]:
+    """The Pythons that the filter means for some kernels: by default the newest one with results."""
+    if python not in ("", ALL):
+        return [python]
+    every = common.by_version(one[2] for one in counts if one[:2] in kernels)[::-1]
+    tested = common.by_version(one for kernel in kernels for one in _tested(counts, kernel))[::-1]
+    return every if python else (tested or every)[:1]
+
+
+def lines(filters: Filters, facets: Collection[Facet], entries: Mapping[Cell, Entry]) -> list[Line]:
+    """What works with each FlashAttention on each device, and a project's own axes, on the Pythons that the filter means."""
+    write, counts = Writer(entries), counted(entries)
+    kinds: dict[common.Kind, dict[Cell, Entry]] = {}
+    for cell, one in entries.items():
+        kinds.setdefault(common.kind(cell), {})[cell] = one
+    found = []
+    for kind in sorted(kinds, key=common.kernel_place):
+        pythons = _pythons(filters["python"], counts, [kind[:2]])
+        own = {cell: one for cell, one in kinds[kind].items() if cell.python in pythons}
+        its = Counter(word for one in own.values() for word in one.counted)
+        if its["cells"]:
+            where = {**filters, "flash_attention": kind[0], "device": kind[1], "state": ""}
+            chosen = any(one[:2] == kind[:2] for one in facets)
+            found.append(Line(common.kernel_name(*kind), pythons, where, chosen, its, _parts(own, write, len(pythons))))
+    return found
+
+
+def _parts(own: Mapping[Cell, Entry], write: Writer, pythons: int) -> list[Part]:
+    """The ranges of the cells of a line, by state: what works first, what can't exist last."""
+    axes = VERSIONED if pythons > 1 else VERSIONED[1:]
+    found: dict[tuple[str, str, str], Part] = {}
+    for one in ranges({cell: _state(entry) for cell, entry in own.items()}):
+        found.setdefault(one.has, Part(*one.has, [])).ranges.append((write(one, axes), one.cells))
+    states = [*common.SIGNS]
+    return sorted(found.values(), key=lambda part: (part.word == "excluded", states.index(part.state), part))
+
+
+def _state(one: Entry) -> tuple[str, str, str]:
+    """What the cells of a range have in common: the state, its word, and the reason if they are excluded."""
+    if one.word == "excluded":
+        return one.state, one.word, one.reason
+    word = {"passed": "works", "not run": "not run"}.get(one.state, one.word)
+    return one.state, "test" if word.startswith("test ") else word, ""
 
 
 def _check(name: str, value: str, values: Iterable[str]) -> None:

@@ -102,18 +102,13 @@ def environment() -> Environment:
     return made
 
 
-def code(text: str) -> Markup:
-    """A text as HTML, in which what stands between backticks is code."""
-    return Markup(re.sub(r"(`+)(.+?)\1", r"<code>\2</code>", str(escape(clean(text)))))
-
-
-def _grid_cell(address: str, cell: Cell, entry: Entry) -> Markup:
-    """A cell of the grid: a link to its page, with the axes that the title of the grid hasn't in its label.
+def _grid_cell(address: str, cell: Cell, entry: Entry, usual: str) -> Markup:
+    """A cell of the grid: a link to its page, with the axes that the title of the grid hasn't, and the day if it isn't the usual one.
 
     A page has hundreds. As a macro of the templates they took a fifth of the time for the first page.
     """
     began = entry.past.summary.started if entry.past else None
-    day = f" {began:%Y-%m-%d}" if began else ""
+    day = f" {began:%Y-%m-%d}" if began and f"{began:%Y-%m-%d}" != usual else ""
     also = entry.running and entry.state != "running"
     look = entry.state.replace(" ", "-") + {"excluded": " never", "never": " quiet"}.get(entry.word, "")
     hint = escape(common.one_line(entry.reason, 200) if entry.reason else common.moment(began))

@@ -120,12 +120,11 @@ def kernel_place(kind: Kind) -> tuple[object, ...]:
 
 
 def blocks(
-    cells: Mapping[Cell, T], exists: Callable[[T], bool], *, newest_first: bool = False, first: str = ""
+    cells: Mapping[Cell, T], exists: Callable[[T], bool], *, newest_first: bool = False
 ) -> Iterator[tuple[str, list[str], list[tuple[str, list[T | None]]]]]:
     """The tables of a grid: a title, the torch of each column, and each row's transformers with what its cells have.
 
-    Cells with the same Python, FlashAttention, device and own axes are one table; it is left out if none of them `exists`. The
-    column of the torch `first` comes first.
+    Cells with the same Python, FlashAttention, device and own axes are one table; it is left out if none of them `exists`.
     """
     grouped: dict[tuple[Kind, str], dict[tuple[str, str], T]] = {}
     for cell, one in cells.items():
@@ -135,7 +134,7 @@ def blocks(
     for shared, python in sorted(grouped, key=lambda key: (kernel_place(key[0]), pythons.index(key[1]))):
         own = grouped[shared, python]
         if any(map(exists, own.values())):
-            columns = sorted(by_version(torch for _, torch in own)[::step], key=lambda torch: torch != first)
+            columns = by_version(torch for _, torch in own)[::step]
             releases = by_version(release for release, _ in own)[::step]
             rows = [(release, [own.get((release, torch)) for torch in columns]) for release in releases]
             yield f"Python {python}, {kernel_name(*shared)}", columns, rows

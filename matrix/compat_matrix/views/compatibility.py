@@ -51,12 +51,12 @@ def document(store: Store, current: Mapping[Cell, Past]) -> str:
         lines += ["", f"## {common.kernel_name(*kind)}", ""]
         lines += ["| transformers | torch | Python | | shims | tests passed | run |", "|---|---|---|---|---|---|---|"]
         own = {cell: answer for cell, answer in answers.items() if common.kind(cell) == kind}
-        for one in ranges(own, _ORDER):
-            versions = [write[axis](getattr(one, axis)) for axis in ("transformers", "torch", "python")]
-            counts = sorted({current[cell].summary.passed for cell in one.cells})
+        for row in ranges(own, _ORDER):
+            versions = [write[axis](getattr(row, axis)) for axis in ("transformers", "torch", "python")]
+            counts = sorted({current[cell].summary.passed for cell in row.cells})
             passed = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
-            named = ", ".join(map(str, sorted({numbers[current[cell].run.whole] for cell in one.cells})))
-            lines.append(table_line(*versions, *one.has, passed, named))
+            named = ", ".join(map(str, sorted({numbers[current[cell].run.whole] for cell in row.cells})))
+            lines.append(table_line(*versions, *row.has, passed, named))
     lines += ["", "## Runs", "", "| | run | date | host | revision |", "|---|---|---|---|---|"]
     for one in runs:
         lines.append(table_line(str(numbers[one.id]), one.id, f"{one.started:%Y-%m-%d}", one.host, one.revision))
