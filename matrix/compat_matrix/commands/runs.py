@@ -11,9 +11,9 @@ from ..words import plural
 
 
 def runs(options: argparse.Namespace) -> int:
-    """Print the runs and their parts, newest first, with the cells in each state; returns the exit code."""
+    """Print the runs and their parts, those that began last first, with the cells in each state; returns the exit code."""
     with Store.open(options.store, create=False) as store:
-        every = store.runs()
+        every = sorted(store.runs(), key=lambda one: one.started, reverse=True)
         totals = store.totals(one.id for one in every)
         if options.json:
             print(as_json([WholeRun(**vars(one), cells=totals[one.id]) for one in every], indent=2))

@@ -106,7 +106,8 @@ class _Report:
     def __init__(self, store: Store, names: Sequence[str] | None, axes: Axes | None) -> None:
         self.store, self.newest, self.address = store, sorted(store.newest(names)), Links()
         self.axes, self.judge = axes, Judge(store, Rules.of(axes) if axes else None, self.newest)
-        self.runs = [one for one in store.runs() if (not one.partial if names is None else one.whole in names)]
+        every = runs.newest_first(store.runs())
+        self.runs = [one for one in every if (not one.partial if names is None else one.whole in names)]
         self.entries = {one.cell: grid.entry(one) for one in self.newest}
         self.own = ask.own_axes(self.entries)
 
@@ -142,13 +143,14 @@ class _Report:
         return pages.values()
 
     def _home(self, filters: Mapping[str, str]) -> dict[str, Any]:
+        newest = next((one for one in self.runs if one.state != "interrupted"), None)
         fixed = {"fields": ask.fields(self.own), "answer": None, "run": None, "active": False}
-        return grid.home(filters, {}, self.entries) | {"newest": next(iter(self.runs), None), **fixed}
+        return grid.home(filters, {}, self.entries) | {"newest": newest, **fixed}
 
     def _others(self) -> Iterator[_Page]:
         store, address = self.store, self.address
-        totals = store.totals(one.id for one in self.runs)
-        values: Callable[[], Mapping[str, Any]] = partial(dict, runs=self.runs, totals=totals, more=False, before="")
+        listed = runs.batches(store, runs.by_commit(self.runs))
+        values: Callable[[], Mapping[str, Any]] = partial(dict, batches=listed, more=False, before="")
         yield _Page("runs.html", "runs", [address("runs")], values)
         for run in self.runs:
             values = partial(runs.of_one, store, run)

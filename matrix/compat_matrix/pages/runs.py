@@ -1,14 +1,12 @@
-"""The pages of runs: one run, and the changes between two."""
+"""The pages of runs: all of them, one, and the changes between two."""
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from statistics import median
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from ..cells import Cell, parse
-from ..results import ENDED
-from ..store import Run, Store
+from ..cells import Cell
+from ..store import Past, Run, State, Store
 from ..store.submissions import Running
 from ..views import diff
 from . import grid
@@ -17,28 +15,85 @@ from . import grid
 SEARCHED = 50
 
 
-def of_one(
-    store: Store, run: Run, active: Sequence[Running] = (), can: str = "", queue: Sequence[Any] = ()
-) -> dict[str, Any]:
-    """The values of a run's page, with its cells that are running, the action that can be taken, and the runs that wait."""
-    summary = store.summary(run.id)
-    entries = grid.of_run(run, summary, {one.cell for one in active})
-    before, own = next(((place, one) for place, one in enumerate(queue) if one.run == run.id), (0, None))
-    again = {parse(name): attempt for name, attempt in json.loads(own.again).items()} if own else {}
-    open_ = [cell for cell, one in summary.items() if one.state == "unfinished" or one.attempt == again.get(cell)]
-    took = [one.seconds for one in summary.values() if one.verdict in ENDED]
-    return {
-        "run": run,
-        "active": active,
-        "can": can,
-        "groups": grid.groups(entries),
-        "counts": Counter(one.state for one in entries.values()),
-        "to_run": len(open_),
-        "done": sum(one.state != "excluded" for one in summary.values()) - len(open_),
-        "left": median(took) * len(open_) / len(active) if took and active else None,
-        "before": before,
-        "waits": own,
-    }
+class Suite(NamedTuple):
+    """The cells of a suite by state.
+
+    Attributes:
+        partial: whether none of its runs is a whole one.
+        errors: the failed cells by error, as in `grid.groups`; `at`: the run in which each of them failed.
+    """
+
+    name: str
+    partial: bool
+    counts: Mapping[State, int]
+    errors: list[tuple[str, str, str, list[Cell]]]
+    at: Mapping[Cell, str]
+
+
+class Batch(NamedTuple):
+    """The runs of one commit with one label, newest first, and their results together."""
+
+    runs: list[Run]
+    suites: list[Suite]
+
+    @property
+    def state(self) -> str:
+        """``running`` while one of them is, else that of the newest."""
+        states = [run.state for run in self.runs]
+        return "running" if "running" in states else states[0]
+
+
+def newest_first(runs: Iterable[Run]) -> list[Run]:
+    """Runs in the order in which they began: the store received those of other machines in any order."""
+    return sorted(runs, key=lambda run: (run.started, run.id), reverse=True)
+
+
+def wholes(runs: Iterable[Run]) -> list[Run]:
+    """The newest part of each run, newest first."""
+    return [*{run.whole: run for run in newest_first(runs)[::-1]}.values()][::-1]
+
+
+def by_commit(runs: Iterable[Run]) -> list[list[Run]]:
+    """The runs of each commit and label. Without a commit, or a label for changes on top of it, only the parts of a run belong together."""
+    found: dict[tuple[str, ...], list[Run]] = {}
+    for run in newest_first(runs):
+        same = run.revision and (run.label or not run.revision.endswith("+"))
+        found.setdefault((run.revision, run.label) if same else (run.whole,), []).append(run)
+    return [*found.values()]
+
+
+def batches(store: Store, groups: Sequence[Sequence[Run]]) -> list[Batch]:
+    """The rows of the list: of a cell in several runs of a row, the newest result counts."""
+    names = [run.id for runs in groups for run in runs]
+    totals, failed = store.totals(names), store.failed(names)
+
+    def suite(name: str, runs: Sequence[Run]) -> Suite:
+        bad = {cell: (run.id, one) for run in runs[::-1] for cell, one in failed.get(run.id, {}).items()}
+        counts: Mapping[State, int] = totals[runs[0].id]
+        if len(runs) > 1:
+            summary = store.summary(*{run.whole for run in runs}, brief=True)
+            counts = Counter(one.state for one in summary.values())
+            bad = {cell: one for cell, one in bad.items() if summary[cell].verdict == "failed"}
+        errors = grid.groups({cell: grid.entry(Past(cell, runs[0], one)) for cell, (_, one) in bad.items()})
+        partial = all(run.partial for run in runs)
+        return Suite(name, partial, counts, errors, {cell: run for cell, (run, _) in bad.items()})
+
+    found = []
+    for runs in groups:
+        suites: dict[str, list[Run]] = {}
+        for run in runs:
+            suites.setdefault(run.suite, []).append(run)
+        ordered = sorted(suites.items(), key=lambda item: (item[0] != "default", item[0]))
+        found.append(Batch([*runs], [suite(name, some) for name, some in ordered]))
+    return found
+
+
+def of_one(store: Store, run: Run, active: Sequence[Running] = (), can: str = "") -> dict[str, Any]:
+    """The values of a run's page, with its cells that are running, and the action that can be taken."""
+    entries = grid.of_run(run, store.summary(run.id), {one.cell for one in active})
+    counts = Counter(one.state for one in entries.values())
+    parts = newest_first(store.parts(run.id))
+    return {"run": run, "active": active, "can": can, "groups": grid.groups(entries), "counts": counts, "parts": parts}
 
 
 def changes(store: Store, two: tuple[Run, Run] | None) -> dict[str, Any]:
@@ -47,7 +102,7 @@ def changes(store: Store, two: tuple[Run, Run] | None) -> dict[str, Any]:
 
 
 def last_two(store: Store, runs: Sequence[Run]) -> tuple[Run, Run] | None:
-    """The newest of these runs with results, after the newest one before it that has its suite and some of its cells."""
+    """The first of these runs with results, after the first one behind it that has its suite and some of its cells."""
     new, cells = None, set[Cell]()
     for one in runs[:SEARCHED]:
         if new and (one.whole == new.whole or one.suite != new.suite):

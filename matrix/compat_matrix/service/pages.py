@@ -65,7 +65,7 @@ def the_home(request: Request, site: Current) -> Response:
     if chosen["only"]:
         condition = Expression(chosen["only"], values_of(entries))
         entries = {cell: one for cell, one in entries.items() if condition(cell)}
-    values = grid.home(chosen, asked, entries) | {"newest": next(iter(site.store.runs(1, partial=False)), None)}
+    values = grid.home(chosen, asked, entries) | {"newest": store.last()}
     values |= {"fields": ask.fields(own), "answer": answer, "run": run, "active": bool(running)}
     return shown(request, "home", **values)
 
@@ -94,13 +94,17 @@ def the_cell(request: Request, site: Current, name: str, asked: Annotated[_Asked
 def the_runs(request: Request, site: Current) -> Response:
     """The list of runs, newest first."""
     before = request.query_params.get("before", "")
-    found = site.store.runs(_RUNS + 1, site.run(before).id if before else "")
-    return shown(
+    every = site.store.runs()
+    rows = runs.by_commit(every)
+    if before:
+        rows = rows[1 + next(place for place, row in enumerate(rows) if site.run(before) in row) :]
+    return _shown(
         request,
         "runs",
-        runs=found[:_RUNS],
-        totals=site.store.totals(one.id for one in found[:_RUNS]),
-        more=len(found) > _RUNS,
+        status=422 if refused else 200,
+        batches=runs.batches(site.store, rows[:_RUNS]),
+        choices=runs.wholes(every)[: runs.SEARCHED],
+        more=len(rows) > _RUNS,
         before=before,
         suites=site.suites,
     )
@@ -121,11 +125,12 @@ def the_run(request: Request, site: Followed, name: str) -> Response:
 @router.get("/diff")
 def the_diff(request: Request, site: Current, old: str = "", new: str = "") -> Response:
     """The comparison of two runs: of the latest, if no new one is given, with the one before it, if no old one is given."""
+    every = runs.newest_first(site.store.runs())
     run = site.run(new or "latest") if old or new else None
-    earlier = site.store.runs(runs.SEARCHED, run.id if run else "", partial=False)
+    earlier = [one for one in every[every.index(run) if run else 0 :] if not one.partial]
     two = (site.run(old), run) if old and run else runs.last_two(site.store, [run, *earlier] if run else earlier)
-    listed = dict.fromkeys([*site.store.runs(_RUNS), *(two or ())])
-    return shown(request, "diff", **runs.changes(site.store, two), runs=[*listed])
+    listed = runs.wholes([*every[:_RUNS], *(two or ())])
+    return _shown(request, "diff", **runs.changes(site.store, two), runs=listed)
 
 
 @router.get("/seams")

@@ -128,6 +128,10 @@ CURRENT_OF_CELL = CURRENT.where(NEWEST.c.cell_id == _OWN_CELL)
 #: The first part of each run, newest first.
 WHOLES = select(RUN.c.whole).order_by(*NEWEST_FIRST)
 
+#: The whole run that began last and wasn't cancelled.
+LAST = select(*RUN_FIELDS).where(RUN.c.partial.is_(False), RUN.c.state != "interrupted")
+LAST = LAST.order_by(RUN.c.started.desc(), RUN.c.id.desc()).limit(1)
+
 
 @cache
 def runs(limited: bool, after: bool, where: tuple[str, ...]) -> Select[Any]:

@@ -184,14 +184,18 @@ class Store(AbstractContextManager["Store"]):
             raise inserts.unknown(run)
         return found[0]
 
-    def summary(self, run: str, *, brief: bool = False) -> dict[Cell, Summary]:
-        """Every cell of a run, in the order planned, with the result that counts: the latest, and of several parts the newest.
+    def last(self) -> Run | None:
+        """The whole run that began last and wasn't cancelled; None if there is none."""
+        return next((Run(*row) for row in self.rows(queries.LAST)), None)
+
+    def summary(self, *runs: str, brief: bool = False) -> dict[Cell, Summary]:
+        """Every cell of runs, in the order planned, with the result that counts: the latest, and of several runs or parts the newest.
 
         Args:
             brief: in any order, and without times, attempts and the numbers of tests that didn't fail; which is faster.
         """
         order = () if brief else (RUN.c.id, PLANNED.c.position)
-        query = queries.summary(brief=brief).where(queries.of_run(run)).order_by(*order)
+        query = queries.summary(brief=brief).where(queries.of_run(*runs)).order_by(*order)
         found: dict[Cell, Summary] = {}
         number = 0
         with self.reading() as connection:
@@ -201,8 +205,18 @@ class Store(AbstractContextManager["Store"]):
             if len(found) < number:  # several parts have a cell
                 again = query.order_by(None).order_by(*queries.COUNTS_LAST)
                 found.update(map(queries.summary_of, connection.execute(again)))
-            if not found:
+            for run in () if found else runs:
                 inserts.key(connection, run)
+        return found
+
+    def failed(self, runs: Iterable[str]) -> dict[str, dict[Cell, Summary]]:
+        """The cells that failed in each of these runs, without their times and the numbers of tests that didn't fail."""
+        found: dict[str, dict[Cell, Summary]] = {}
+        query = queries.summary(RUN.c.name, brief=True).where(RESULT.c.verdict == "failed")
+        for names in queries.chunks(runs):
+            for row in self.rows(query.where(RUN.c.name.in_(names))):
+                cell, summary = queries.summary_of(row[:-1])
+                found.setdefault(row.name, {})[cell] = summary
         return found
 
     def changed_tests(
