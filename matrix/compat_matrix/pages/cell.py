@@ -1,19 +1,31 @@
 """The page of a cell."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 from ..cells import Cell
-from ..results import Test
-from ..store import Past, Store
+from ..store import Measured, Past, Run, Store
 from ..store.submissions import Running
-from ..views import common, explain
+from ..views import common, explain, trend
 from . import logs
 from .grid import entry
+from .runs import newest_first
 
 #: The number of results in the history on a page, and of errors of failed tests with a report.
-HISTORY, _REPORTS = 20, 200
+HISTORY, _REPORTS = 50, 200
+
+
+class Plot(NamedTuple):
+    """Figures in one unit whose names have the same beginning, such as ``step time, flash_attention_4``: one line for each.
+
+    Attributes:
+        rows: a run with the value of each line, newest first; None if the run has none.
+    """
+
+    title: str
+    lines: list[str]
+    rows: list[tuple[Run, list[float | None]]]
 
 
 def values(
@@ -45,16 +57,13 @@ def values(
     if found is None or past is None:
         return made
     failed = explain.alike(one for one in found.tests if one.bad)
-    by_outcome: dict[str, list[Test]] = defaultdict(list)
-    for test in found.tests:
-        by_outcome[test.outcome].append(test)
-    python = found.environment.get("python")
+    python, measured = found.environment.get("python"), store.series(cell)
     packed = logs.packed_log(store, past.run.id, cell, found.attempt)
     return made | {
         "failed": [(_error(lines), some) for lines, some in failed[:_REPORTS]],
         "failed_more": [one for _, some in failed[_REPORTS:] for one in some],
-        "tests_by_outcome": by_outcome,
-        "figures": explain.figures(store, cell),
+        "figures": explain.figures(measured),
+        "plots": plots(measured),
         "installed": ({"Python": python} if isinstance(python, str) else {}) | explain.installed(found),
         "facts": explain.facts(found.environment),
         "packages": explain.packages_of(found),
@@ -62,6 +71,21 @@ def values(
         "log": logs.end(packed) if packed else None,
         "shortened": logs.shortened,
     }
+
+
+def plots(measured: Sequence[Measured]) -> list[Plot]:
+    """The plots of figures that are comparable with the last ones of their names; a single value is none."""
+    lines: dict[tuple[str, str], dict[str, Mapping[Run, float]]] = {}
+    for name, last in sorted({one.figure.name: one for one in measured}.items()):
+        title, _, line = name.rpartition(", ")
+        values = {one.run: one.figure.value for one in trend.comparable(measured, last)}
+        lines.setdefault((title or line, last.figure.unit), {})[line] = values
+    found = []
+    for (title, unit), own in lines.items():
+        rows = [(run, [values.get(run) for values in own.values()]) for run in newest_first({*chain(*own.values())})]
+        if len(rows) > 1:
+            found.append(Plot(f"{title}, {unit}" if unit else title, [*own], rows))
+    return found
 
 
 def _error(lines: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         if past is None:
             raise _absent(store, cell, run)
         lines = [*_explained(store, past, arguments.full)]
-        lines += common.section("figures", common.aligned(figures(store, cell)))
+        lines += common.section("figures", common.aligned(figures(store.series(cell))))
         history = store.history(cell)
     common.show([*lines, *common.section("history", map(_past, history))])
     return 0
@@ -178,9 +178,8 @@ def shims(environment: Mapping[str, Any]) -> list[Shim]:
     return sorted(found, key=lambda shim: ([*_STATES, shim.state].index(shim.state), shim.name))
 
 
-def figures(store: Store, cell: Cell) -> list[tuple[str, str, str, str]]:
+def figures(measured: Sequence[Measured]) -> list[tuple[str, str, str, str]]:
     """The name, the sparkline, the last value and the trend of each figure of a cell."""
-    measured = store.series(cell)
     rows = []
     for name, last in sorted({one.figure.name: one for one in measured}.items()):
         series = trend.comparable(measured, last)
