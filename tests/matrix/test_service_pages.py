@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -22,14 +23,14 @@ pytest.importorskip("fastapi", reason="the service needs kernel-compat-matrix[se
 import requests
 import service_demo
 from served import served
-from stored import cells, failed, passed, stored
+from stored import START, cells, failed, passed, stored
 
 from compat_matrix import words
 from compat_matrix.axes import load
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
-from compat_matrix.pages import report
-from compat_matrix.pages.render import Links, code
+from compat_matrix.pages import ask, grid, report
+from compat_matrix.pages.render import Links
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import Settings
@@ -208,6 +209,13 @@ def test_the_library_is_the_one_that_was_published() -> None:
     # The hash of dist/htmx.min.js in the npm package htmx.org 4.0.1.
     assert hashlib.sha256(content).hexdigest() == "a0abb04f2f45a1f89d1d4844023245537e5e6014c87b144553e0607b4cc32130"
     assert "Zero-Clause BSD" in static.joinpath("htmx-LICENSE.txt").read_text()
+    # Those of dist/uPlot.iife.min.js and dist/uPlot.min.css in the npm package uplot 1.6.32.
+    for name, digest in (
+        ("uPlot-1.6.32.iife.min.js", "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"),
+        ("uPlot-1.6.32.min.css", "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04"),
+    ):
+        assert hashlib.sha256(static.joinpath(name).read_bytes()).hexdigest() == digest
+    assert "The MIT License" in static.joinpath("uPlot-LICENSE.txt").read_text()
 
 
 def test_files_are_kept_for_ever_until_they_change(get: Get) -> None:
@@ -242,12 +250,13 @@ def test_what_a_cell_can_be(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, _, _ = demo
     page = _page(get("/?python=3.12&flash_attention=none&device=cpu"))
     said = {
-        "py312-tf5.21-torch2.15": "ok DAY: transformers 5.21, torch 2.15",
-        "py312-tf5.22-torch2.15": "wrong DAY: transformers 5.22, torch 2.15",
-        "py312-tf5.17-torch2.12": "timeout DAY: transformers 5.17, torch 2.12",
-        "py312-tf5.0-torch2.11": "test 3 DAY: transformers 5.0, torch 2.11",
-        "py312-tf5.23-torch2.10": "seam DAY: transformers 5.23, torch 2.10",
-        "py312-tf5.12-torch2.13": "install DAY: transformers 5.12, torch 2.13",
+        "py312-tf5.21-torch2.15": "ok: transformers 5.21, torch 2.15",
+        "py312-tf5.22-torch2.15": "wrong: transformers 5.22, torch 2.15",
+        "py312-tf5.17-torch2.12": "timeout: transformers 5.17, torch 2.12",
+        "py312-tf5.0-torch2.11": "test 3: transformers 5.0, torch 2.11",
+        "py312-tf5.23-torch2.10": "seam: transformers 5.23, torch 2.10",
+        "py312-tf5.12-torch2.13": "install: transformers 5.12, torch 2.13",
+        "py312-tf5.22-torch2.10": "ok DAY: transformers 5.22, torch 2.10",  # the others have the usual day
     }
     running = [one["aria-label"] for one in page.all("a") if ", running:" in one.get("aria-label", "")]
     assert len(running) == 3
@@ -259,7 +268,7 @@ def test_what_a_cell_can_be(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     assert page.cell("py313-tf5.22-torch2.15") == "never: transformers 5.22, torch 2.15"
     page = _page(get("/?python=3.12&flash_attention=fa4&device=cuda"))
     labels = [one.get("aria-label", "") for one in page.all("a")]
-    assert sum(label.startswith("not run 20") for label in labels) == 5
+    assert sum(label.startswith("not run: ") for label in labels) == 5
     page = _page(get("/?python=3.12&flash_attention=fa2&device=cuda&state=refused"))
     assert page.cell("py312-tf5.23-torch2.15-fa2-cuda") == "excluded: transformers 5.23, torch 2.15"
     assert "flash-attn compiles as C++17, and torch 2.14 and later need C++20" in page.text
@@ -283,22 +292,99 @@ def test_counts_and_facets(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     page = _page(get("/"))
     # By default it shows the first kernel with results, and the newest Python that has some.
     assert [one for one in page.all("a") if one.get("aria-current") == "true"] == [
-        {"href": "/?flash_attention=none&device=cpu", "aria-current": "true"},
-        {"href": "/?python=3.12", "aria-current": "true"},
+        {"href": "/?flash_attention=none&device=cpu#grid", "aria-current": "true"},
+        {"href": "/?python=3.12#grid", "aria-current": "true"},
     ]
     current = {
         cell: past.summary for cell, past in store.current().items() if cell.python == "3.12" and cell.device == "cpu"
     }
     bad = sum(one.verdict == "failed" for one in current.values())
-    counts = dict(re.findall(r"(\d+) (passed|wrong|failed|refused)", " ".join(page.text.split()))[::-1])
     assert sum(one.verdict == "passed" for one in current.values()) == int(_count(page, "passed"))
-    assert sum(int(_count(page, state)) for state in ("wrong", "failed", "refused")) == bad, counts
+    assert sum(int(_count(page, state)) for state in ("wrong", "failed", "refused")) == bad
 
 
 def _count(page: Page, state: str) -> str:
-    found = re.search(rf"(\d+) {state}", " ".join(page.text.split()))
+    found = re.search(rf"(\d+) {state}", " ".join(page.text.split()).partition(" Show ")[2])
     assert found
     return found[1]
+
+
+def _lines(page: Page) -> dict[str, str]:
+    """The text of each line of ranges, by its title."""
+    text = " ".join(page.text.partition("What works")[2].partition("Every cell")[0].split())
+    titles = ("no FlashAttention, CPU", "FlashAttention-2, GPU", "FlashAttention-4, GPU")
+    found = re.split(f"({'|'.join(titles)})", text)[1:]
+    return dict(zip(found[::2], found[1::2], strict=True))
+
+
+def test_the_first_page_begins_with_what_works_on_every_device(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, _, _ = demo
+    page = _page(get("/"))
+    assert page.text.index("What works") < page.text.index("Every cell")
+    lines = _lines(page)
+    assert " Python 3.12: 150 cells, 10 failed " in lines["no FlashAttention, CPU"]
+    assert "✓ works transformers 4.57 to 5.22 on torch 2.14 " in lines["no FlashAttention, CPU"]
+    assert "✗ crash transformers 5.2 on torch 2.11 " in lines["no FlashAttention, CPU"]
+    assert "/cells/py312-tf5.2-torch2.11" in page.links
+    assert " Python 3.12: 150 cells, 5 not run " in lines["FlashAttention-4, GPU"]
+    assert "○ not run transformers 5.0 on torch 2.11 " in lines["FlashAttention-4, GPU"]
+    assert "○ not run transformers 4.57 to 5.23 on torch 2.10 to 2.13 " in lines["FlashAttention-2, GPU"]
+    assert (
+        "⊘ excluded transformers 4.57 to 5.23 on torch 2.14, 2.15 flash-attn compiles" in lines["FlashAttention-2, GPU"]
+    )
+    # Of a Python, or of all.
+    assert "waiting transformers 5.23 on torch" in _lines(_page(get("/?python=3.13")))["no FlashAttention, CPU"]
+    every = _lines(_page(get("/?python=all")))["no FlashAttention, CPU"]
+    assert " Python 3.13, 3.12, 3.11: 450 cells, 10 failed, 150 not run " in every
+    assert "✗ crash transformers 5.2 on torch 2.11 with Python 3.12 " in every
+
+
+def test_ranges_have_every_cell_once(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    _, _, store = demo
+    axes = service_demo.write_axes(Path(store.url.removeprefix("sqlite:///")).parent)
+    entries = {cell: grid.entry(None, excluded=why) for cell, why in axes.all_cells.items()}
+    entries |= {one.cell: grid.entry(one) for one in store.newest()}
+    filters = {**ask.read([]), "python": "all"}
+    cells = [
+        (cell, part.word)
+        for line in grid.lines(filters, (), entries)
+        for part in line.parts
+        for _, some in part.ranges
+        for cell in some
+    ]
+    shown = {cell for cell in entries if cell.device == "cuda" or cell.flash_attention == "none"}
+    shown -= {cell for cell in shown if cell.device == "cuda" and cell.flash_attention == "none"}
+    assert sorted(cell for cell, _ in cells) == sorted(shown)
+    for cell, word in cells:
+        kinds = {"works": "ok", "test": "test 3"}
+        assert entries[cell].word in (
+            {"not run", "never", "unfinished"} if word == "not run" else {kinds.get(word, word)}
+        )
+
+
+def test_chips_have_the_counts_of_the_cells_that_they_show(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, _, _ = demo
+    for address in ("/", "/?python=all", "/?flash_attention=all", "/?flash_attention=fa4&device=cuda"):
+        text = "".join(re.findall('<nav class="tabs".*?</nav>', get(address).text, re.DOTALL))
+        chips = re.findall(r'<li><a href="([^"]+)#grid"[^>]*>(.*?)</a></li>', text, re.DOTALL)
+        assert len(chips) == 4 + 4
+        for link, chip in chips:
+            counts = {word: int(count) for count, word in re.findall(r"(\d+)<span class=\"hidden\"> ([a-z ]+)<", chip)}
+            grid_of = get(unquote(link).replace("&amp;", "&")).text.partition('<div id="live"')[2]
+            labels = [one for one in re.findall(r'<a class="c [^>]*aria-label="([^":]+)', grid_of) if one != "excluded"]
+            open_ones = [one for one in labels if re.match("never|not run|waiting|unfinished|running", one)]
+            bad = [one for one in labels if one not in open_ones and not one.startswith("ok")]
+            found = {"cells": len(labels), "failed": len(bad), "not run": len(open_ones)}
+            assert counts == {word: count for word, count in found.items() if count}, (address, link)
+
+
+def test_a_day_is_shown_where_it_is_not_the_usual(store: Store, get: Get) -> None:
+    day = timedelta(days=1)
+    results = [dataclasses.replace(passed(one), started=START + day * (n == 2)) for n, one in enumerate(OLD)]
+    stored(store, results)
+    text = get("/").text
+    assert f"Tested on {START:%Y-%m-%d}, where a cell has no other day." in text
+    assert re.findall(r"<small>(.*?)</small>", text) == [f" {START + day:%Y-%m-%d}"]
 
 
 def test_filters_are_in_the_address(demo: tuple[Get, service_demo.Demo, Store]) -> None:
@@ -312,7 +398,7 @@ def test_filters_are_in_the_address(demo: tuple[Get, service_demo.Demo, Store]) 
     assert form["only"] == "transformers>=5.22 and torch==2.15"
     assert [one["name"] for one in page.all("select")] == ["on", "state"]
     # The facets keep the other filters; the form keeps the facets.
-    assert "/?python=3.11&only=transformers%3E%3D5.22+and+torch%3D%3D2.15&state=wrong" in page.links
+    assert "/?python=3.11&only=transformers%3E%3D5.22+and+torch%3D%3D2.15&state=wrong#grid" in page.links
     assert {"name": "python", "value": "3.11", "type": "hidden"} in _page(get("/?python=3.11")).all("input")
     # As a browser sends a form with empty fields.
     page = _page(get(f"/?only=&state=&run={made.runs['gpu']}"))
@@ -412,8 +498,10 @@ def test_a_cell(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     assert "no GPU" in text
     assert f"{LOG.format(made.runs['new'], 'py312-tf5.23-torch2.15')}?attempt=1" in page.links
     history = [link for link in page.links if "attempt=1" in link and "/log" not in link]
-    assert history == [f"/cells/py312-tf5.23-torch2.15?run={made.runs[name]}&attempt=1" for name in ("new", "old")]
-    older = _page(get(history[1]))
+    # A strip, the oldest first, and a table, the newest first.
+    order = ("old", "new", "new", "old")
+    assert history == [f"/cells/py312-tf5.23-torch2.15?run={made.runs[name]}&attempt=1" for name in order]
+    older = _page(get(history[0]))
     assert "✓ ok" in older.text
     assert "not its newest result" in older.text
 
@@ -492,12 +580,13 @@ def test_does_my_combination_work(demo: tuple[Get, service_demo.Demo, Store]) ->
         "fa": "none",
         "py": "3.12",
     }
-    # The grid is the reader's, whose column is the first one.
+    # The grid is the reader's, whose row, column and cell are marked.
     page = _page(get("/", params={"tf": "5.9", "pt": "2.11", "fa": "fa4"}))
     assert "Python 3.12, FlashAttention-4, GPU" in page.text
     columns = [one["data-value"] for one in page.all("th") if "data-value" in one and one["scope"] == "col"]
-    assert columns == ["2.11", "2.15", "2.14", "2.13", "2.12", "2.10"]
+    assert columns == ["2.15", "2.14", "2.13", "2.12", "2.11", "2.10"]
     assert [one["data-value"] for one in page.all("th") if one.get("class") == "yours"] == ["2.11", "5.9"]
+    assert len([one for one in page.all("td") if one.get("class") == "yours"]) == 1
 
 
 def test_the_answer_is_for_the_device_that_is_given_or_for_each(demo: tuple[Get, service_demo.Demo, Store]) -> None:
@@ -695,6 +784,53 @@ def test_runs(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     assert store.runs()[0].id == made.runs["running"]
 
 
+def test_runs_of_a_commit_are_a_row_in_the_order_of_their_start(store: Store, get: Get) -> None:
+    """Whatever the order in which the store received them."""
+    begins = {"late": 3, "early": 1, "between": 2}
+    runs = {}
+    with store.writing() as connection:
+        for name, hours in begins.items():
+            run = Run(f"2026-{name}", START + timedelta(hours=hours), None, "running", name, "run", "", "", False, "")
+            inserts.new_run(connection, run, "", dict.fromkeys(OLD))
+            runs[name] = run.id
+    shards = [
+        store.new_run(OLD[n : n + 2], label="shard", revision="0b46ac130aaa", command=f"run --shard {n}")
+        for n in (0, 2)
+    ]
+    figures = store.new_run(
+        OLD[:1], label="shard", revision="0b46ac130aaa", command="run --suite figures", partial=True
+    )
+    store.add(shards[0], failed(OLD[0], "crash", "it died"))
+    store.add(shards[0], failed(OLD[1], "crash", "it died"))
+    store.add(shards[1], passed(OLD[2]))
+    store.add(figures, passed(OLD[0]))
+    text = get("/runs").text
+    rows = re.findall(r"<tr><th scope=\"row\">.*?</tr>", text, re.DOTALL)
+    assert [re.findall(r"<strong>(.*?)</strong>", row) for row in rows] == [["shard"], ["late"], ["between"], ["early"]]
+    assert {*re.findall(r'href="/runs/([^"]+)"', rows[0])} == {*shards, figures}
+    said = " ".join(Page(f"<table>{rows[0]}</table>").text.split())
+    assert "running, 3 runs" in said
+    assert "✓ 1 passed ✗ 2 failed … 1 unfinished" in said  # the figures aren't among them
+    assert said.count("✗ crash it died: 2 cells") == 1
+    assert said.endswith("✓ 1 passed suite figures")
+    assert f"/runs/{shards[1]}" in _page(get(f"/runs/{shards[0]}")).links
+    store.add(shards[1], passed(OLD[1]))  # repeated in another part
+    row = get("/runs").text.partition("<tbody>")[2].partition("</tr>")[0]
+    assert f'it died: <a href="/cells/{OLD[0]}?run={shards[0]}">' in row
+    assert get(f"/cells/{OLD[0]}?run={shards[0]}").status_code == 200
+
+
+def test_a_cancelled_run_is_not_the_last_one(store: Store, get: Get, tmp_path: Path) -> None:
+    kept = stored(store, [passed(OLD[0])], label="kept")
+    cancelled = stored(store, [passed(OLD[1])], label="cancelled", state="interrupted")
+    report.write(store, tmp_path / "site")
+    for text in (get("/").text, (tmp_path / "site" / "index.html").read_text()):
+        last = text.partition("Last run:")[2].partition("</p>")[0]
+        assert kept in last
+        assert cancelled not in last
+    assert cancelled in get("/runs").text
+
+
 def test_many_runs(store: Store, get: Get) -> None:
     every = [store.new_run([]) for _ in range(60)][::-1]
     page = _page(get("/runs"))
@@ -849,8 +985,26 @@ def test_flaky_and_known_are_told_everywhere(store: Store, get: Get, tmp_path: P
     page = " ".join(_page(get(f"/cells/{flaky}")).text.split())
     assert "1 flaky" in page
     assert "10.5 ms, lower is better" in page
+    assert "uPlot" not in get(f"/cells/{flaky}").text  # a single value is no line
     for text in (get("/runs").text, get(f"/runs/{run}").text):
         assert re.search(r'class="s known"', text)
+
+
+def test_figures_are_tables_that_a_script_plots(store: Store, get: Get) -> None:
+    for n in range(3):
+        names = ("step time, fa4", "step time, torch")[: n + 1]
+        figures = tuple(Figure(name, n + 0.125, "ms") for name in names)
+        run = store.new_run([OLD[0]], label="nightly", revision=f"{n}" * 12)
+        store.add(run, passed(OLD[0], tests=[Test("t", "passed", 0.1, figures=figures)]))
+    text = get(f"/cells/{OLD[0]}").text
+    assert "uPlot-1.6.32.iife.min.js" in text
+    assert not re.search("[\N{LOWER ONE EIGHTH BLOCK}-\N{FULL BLOCK}]", text)
+    plot = text.partition('<section class="plot">')[2].partition("</section>")[0]
+    assert "step time, ms" in plot
+    assert re.findall(r'<th scope="col"[^>]*>(.*?)</th>', plot) == ["run", "fa4", "torch"]
+    assert [part for part, _ in re.findall(r'data-label="(\d+)\|([\d-]+)"', plot)] == ["2" * 8, "1" * 8, "0" * 8]
+    assert re.findall(r'data-value="(.*?)"', plot) == ["2.125", "2.125", "1.125", "1.125", "0.125"]
+    assert "<details open>" in plot  # without the script
 
 
 def test_a_report_that_can_not_be_moved_leaves_the_older_one(

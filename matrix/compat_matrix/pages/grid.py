@@ -223,7 +223,8 @@ def _pythons(python: str, counts: Mapping[Facet, Counter[str]], kernels: Collect
 
 def lines(filters: Filters, facets: Collection[Facet], entries: Mapping[Cell, Entry]) -> list[Line]:
     """What works with each FlashAttention on each device, and a project's own axes, on the Pythons that the filter means."""
-    write, counts = Writer(entries), counted(entries)
+    counts = counted(entries)
+    others = {(cell.python, cell.transformers, cell.torch): cell for cell in entries}.values()
     kinds: dict[common.Kind, dict[Cell, Entry]] = {}
     for cell, one in entries.items():
         kinds.setdefault(common.kind(cell), {})[cell] = one
@@ -235,7 +236,8 @@ def lines(filters: Filters, facets: Collection[Facet], entries: Mapping[Cell, En
         if its["cells"]:
             where = {**filters, "flash_attention": kind[0], "device": kind[1], "state": ""}
             chosen = any(one[:2] == kind[:2] for one in facets)
-            found.append(Line(common.kernel_name(*kind), pythons, where, chosen, its, _parts(own, write, len(pythons))))
+            parts = _parts(own, Writer(own, others), len(pythons))
+            found.append(Line(common.kernel_name(*kind), pythons, where, chosen, its, parts))
     return found
 
 

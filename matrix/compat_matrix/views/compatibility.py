@@ -39,8 +39,6 @@ def document(store: Store, current: Mapping[Cell, Past]) -> str:
     wholes = {current[cell].run.whole for cell in answers}
     runs = sorted((common.whole(store.parts(whole)) for whole in wholes), key=lambda one: (one.started, one.id))
     numbers = {found.id: number for number, found in enumerate(runs, 1)}
-    # One order for all tables: a release that is missing in one of them ends the ranges there.
-    write = Writer(current).releases
     lines = [
         "# Compatibility",
         "",
@@ -51,6 +49,7 @@ def document(store: Store, current: Mapping[Cell, Past]) -> str:
         lines += ["", f"## {common.kernel_name(*kind)}", ""]
         lines += ["| transformers | torch | Python | | shims | tests passed | run |", "|---|---|---|---|---|---|---|"]
         own = {cell: answer for cell, answer in answers.items() if common.kind(cell) == kind}
+        write = Writer(own, current).releases
         for row in ranges(own, _ORDER):
             versions = [write[axis](getattr(row, axis)) for axis in ("transformers", "torch", "python")]
             counts = sorted({current[cell].summary.passed for cell in row.cells})

@@ -8,6 +8,7 @@ from operator import attrgetter, itemgetter
 from typing import Generic, TypeVar
 
 from ..cells import VERSIONED, Cell
+from ..versions import release
 from . import common
 
 T = TypeVar("T", bound=Hashable)
@@ -47,10 +48,23 @@ class Releases:
 
 
 class Writer:
-    """Writes ranges of some cells: a release that only one of them has counts in all ranges."""
+    """Writes ranges of cells.
 
-    def __init__(self, cells: Collection[Cell]) -> None:
-        self.releases = {axis: Releases(getattr(cell, axis) for cell in cells) for axis in VERSIONED}
+    Args:
+        cells: all cells of which ranges are written.
+        others: the cells beside them. A minor release that only these have is missing in a range.
+    """
+
+    def __init__(self, cells: Collection[Cell], others: Iterable[Cell] = ()) -> None:
+        self.releases: dict[str, Releases] = {}
+        others = [*others]
+        for axis in VERSIONED:
+            own = {getattr(cell, axis) for cell in cells}
+            minors = {release(version)[:2] for version in own}
+            missing = (
+                version for version in {getattr(cell, axis) for cell in others} if release(version)[:2] not in minors
+            )
+            self.releases[axis] = Releases([*own, *missing])
 
     def __call__(self, one: Range[T], axes: Collection[str] = VERSIONED) -> str:
         """A range as text, with its releases of these axes."""

@@ -289,22 +289,31 @@ function show(form) {
   mine(minor(asked.transformers), minor(asked.torch));
 }
 
-// Mark the row and the column of the reader, and put the column first.
+// Mark the row and the column of the reader, and scroll to the column.
 function mine(transformers, torch) {
+  const mark = (one, is) => one.classList.toggle("yours", is);
   for (const table of document.querySelectorAll("table.grid")) {
     const heads = [...table.tHead.rows[0].cells];
-    const column = heads.findIndex((head, place) => place && head.dataset.value === torch);
+    const column = heads.findIndex((head) => head.dataset.value === torch && torch);
     for (const row of table.rows) {
-      if (row.cells[0].dataset.value) row.cells[0].classList.toggle("yours", row.cells[0].dataset.value === transformers);
-      if (column > 0) row.insertBefore(row.cells[column], row.cells[1]);
+      const own = Boolean(row.cells[0].dataset.value) && row.cells[0].dataset.value === transformers;
+      mark(row.cells[0], own);
+      [...row.cells].slice(1).forEach((cell, place) => mark(cell, place + 1 === column && (own || cell === heads[column])));
     }
-    for (const head of table.tHead.rows[0].cells) if (head.dataset.value) head.classList.toggle("yours", head.dataset.value === torch);
+    scrolled(table);
   }
+}
+
+// A phone shows only some of the columns.
+function scrolled(table) {
+  const head = table.querySelector("thead th.yours");
+  if (head) table.parentElement.scrollLeft = head.offsetLeft - table.querySelector("tbody th").offsetWidth;
 }
 
 if (typeof document !== "undefined") {
   const form = document.getElementById("ask");
   form.hidden = false;
+  document.querySelectorAll("table.grid").forEach(scrolled);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     show(form);
