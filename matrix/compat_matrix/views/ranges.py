@@ -79,15 +79,15 @@ def ranges(cells: Mapping[Cell, T], order: Sequence[str] = ()) -> list[Range[T]]
         order: the axes by which cells are told apart, in this order, and the ranges sorted; by default the order of the fewest
             ranges, the largest first.
     """
-    at = {_point(cell): cell for cell in cells}
+    at: dict[Point, Cell] = {_point(cell): cell for cell in cells}
     points: dict[T, set[Point]] = {}
     for point, cell in at.items():
         points.setdefault(cells[cell], set()).add(point)
     found = []
     for has, some in points.items():
         for box in _boxes(some, order):
-            own = [at[point] for point in product(*box)]
-            found.append(Range(has, *box, own))
+            python, transformers, torch = box
+            found.append(Range(has, python, transformers, torch, [at[point] for point in product(*box)]))
 
     def place(one: Range[T]) -> tuple[object, ...]:
         releases = ([*map(common.version_key, getattr(one, axis))] for axis in order or _WRITTEN)
