@@ -510,7 +510,17 @@ def test_a_cell_is_told_in_the_order_of_what_matters(demo: tuple[Get, service_de
     get, _, _ = demo
     text = get("/cells/py312-tf5.23-torch2.15").text
     headings = re.findall(r"<h2[^>]*>([^<]+)</h2>", text)
-    assert headings == ["Installed", "Failed tests", "History", "Shims", "Environment", "Tests", "Pins", "Log"]
+    assert headings == [
+        "Installed",
+        "Failed tests",
+        "History",
+        "Figures",
+        "Shims",
+        "Environment",
+        "Tests",
+        "Pins",
+        "Log",
+    ]
     assert text.index("3 of 87 tests are off") < text.index("Installed") < text.index("5.23.1")
     # The numbers of a failed test are there without opening its report.
     numbers = re.findall(r'<pre class="said">([^<]+)</pre>', text.partition("Failed tests")[2])
