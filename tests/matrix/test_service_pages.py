@@ -532,6 +532,14 @@ def test_the_name_in_the_header_is_the_projects(demo: tuple[Get, service_demo.De
     assert '<a class="brand" href="/">kernel-compat-matrix</a>' in get("/").text
 
 
+def test_the_history_is_in_the_order_of_the_starts(store: Store, get: Get) -> None:
+    days = {
+        stored(store, [dataclasses.replace(passed(OLD[0]), started=START + timedelta(days=n))]): n for n in (3, 1, 2)
+    }
+    strip = get(f"/cells/{OLD[0]}").text.partition('<ol class="strip"')[2].partition("</ol>")[0]
+    assert [days[run] for run in re.findall(r"run=([\w-]+)", strip)] == [1, 2, 3]
+
+
 def test_a_cell_that_is_running(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, made, _ = demo
     running = submissions.running(made.store)[0]
@@ -810,8 +818,8 @@ def test_runs_of_a_commit_are_a_row_in_the_order_of_their_start(store: Store, ge
     figures = store.new_run(
         OLD[:1], label="shard", revision="0b46ac130aaa", command="run --suite figures", partial=True
     )
-    store.add(shards[0], failed(OLD[0], "crash", "it died"))
-    store.add(shards[0], failed(OLD[1], "crash", "it died"))
+    for n, cell in enumerate(OLD[:2]):
+        store.add(shards[0], failed(cell, "wrong", f"{n + 1} of 9 tests are off, by up to 0.{n + 1}"))
     store.add(shards[1], passed(OLD[2]))
     store.add(figures, passed(OLD[0]))
     text = get("/runs").text
@@ -821,12 +829,12 @@ def test_runs_of_a_commit_are_a_row_in_the_order_of_their_start(store: Store, ge
     said = " ".join(Page(f"<table>{rows[0]}</table>").text.split())
     assert "running, 3 runs" in said
     assert "✓ 1 passed ✗ 2 failed … 1 unfinished" in said  # the figures aren't among them
-    assert said.count("✗ crash it died: 2 cells") == 1
+    assert said.count("≠ wrong 1 of 9 tests are off, by up to 0.1: 2 cells") == 1
     assert said.endswith("✓ 1 passed suite figures")
     assert f"/runs/{shards[1]}" in _page(get(f"/runs/{shards[0]}")).links
     store.add(shards[1], passed(OLD[1]))  # repeated in another part
     row = get("/runs").text.partition("<tbody>")[2].partition("</tr>")[0]
-    assert f'it died: <a href="/cells/{OLD[0]}?run={shards[0]}">' in row
+    assert f'by up to 0.1: <a href="/cells/{OLD[0]}?run={shards[0]}">' in row
     assert get(f"/cells/{OLD[0]}?run={shards[0]}").status_code == 200
 
 

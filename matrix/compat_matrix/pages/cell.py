@@ -41,6 +41,7 @@ def values(
     Args:
         history: the newest entries of the cell's history; one more than `HISTORY` if there are older ones.
     """
+    history = sorted(history, key=lambda one: (one.summary.started, one.summary.attempt), reverse=True)
     found = store.result(past.run.id, cell, past.summary.attempt, log=False) if past else None
     shown = past or explain.plan_of(store, cell)
     made = {

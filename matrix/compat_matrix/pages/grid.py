@@ -199,7 +199,9 @@ def choose(filters: Filters, entries: Mapping[Cell, Entry]) -> tuple[set[Facet],
         )
         for one in kernels
     ]
-    every_kernel = tab("all", chosen == kernels, kernels, _pythons(python, counts, kernels), flash_attention=ALL, device="")
+    every_kernel = tab(
+        "all", chosen == kernels, kernels, _pythons(python, counts, kernels), flash_attention=ALL, device=""
+    )
     python_tabs = [tab(one, some == [one], chosen, [one], python=one) for one in pythons]
     every_python = tab("all", some == pythons, chosen, pythons, python=ALL)
     tabs = {"FlashAttention and device": [*kernel_tabs, every_kernel], "Python": [*python_tabs, every_python]}

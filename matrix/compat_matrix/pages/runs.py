@@ -1,6 +1,6 @@
 """The pages of runs: all of them, one, and the changes between two."""
 
-import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +10,9 @@ from ..store import Past, Run, State, Store
 from ..store.submissions import Running
 from ..views import diff
 from . import grid
+
+#: What differs between the cells of one error.
+_AMOUNT = re.compile(r"^\d+ of \d+ tests?|, by up to \S+$")
 
 #: The number of runs that are searched for two with the same cells.
 SEARCHED = 50
@@ -74,7 +77,7 @@ def batches(store: Store, groups: Sequence[Sequence[Run]]) -> list[Batch]:
             summary = store.summary(*{run.whole for run in runs}, brief=True)
             counts = Counter(one.state for one in summary.values())
             bad = {cell: one for cell, one in bad.items() if summary[cell].verdict == "failed"}
-        errors = grid.groups({cell: grid.entry(Past(cell, runs[0], one)) for cell, (_, one) in bad.items()})
+        errors = _by_error({cell: grid.entry(Past(cell, runs[0], one)) for cell, (_, one) in bad.items()})
         partial = all(run.partial for run in runs)
         return Suite(name, partial, counts, errors, {cell: run for cell, (run, _) in bad.items()})
 
@@ -86,6 +89,14 @@ def batches(store: Store, groups: Sequence[Sequence[Run]]) -> list[Batch]:
         ordered = sorted(suites.items(), key=lambda item: (item[0] != "default", item[0]))
         found.append(Batch([*runs], [suite(name, some) for name, some in ordered]))
     return found
+
+
+def _by_error(entries: Mapping[Cell, grid.Entry]) -> list[tuple[str, str, str, list[Cell]]]:
+    """As `grid.groups`: an error of another number of tests, or of another size, is the same one."""
+    found: dict[tuple[str, str, str], tuple[str, str, str, list[Cell]]] = {}
+    for state, word, reason, cells in grid.groups(entries):
+        found.setdefault((state, word, _AMOUNT.sub("", reason)), (state, word, reason, []))[3].extend(cells)
+    return sorted(found.values(), key=lambda one: -len(one[3]))
 
 
 def of_one(store: Store, run: Run, active: Sequence[Running] = (), can: str = "") -> dict[str, Any]:
