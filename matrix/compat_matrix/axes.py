@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -33,7 +34,7 @@ from pydantic import (
 
 from kernel_compat import releases
 
-from .cells import AXES, LONGEST, WORD, Cell, Device, FlashAttention, shard, values_of
+from .cells import AXES, LONGEST, OLD, WORD, Cell, Device, FlashAttention, axis_of, shard, spelled, values_of
 from .errors import MatrixError
 from .expressions import Expression, is_release, release
 from .gpus import SHARES
@@ -70,16 +71,16 @@ def _supported(listed: dict[str, str]) -> BeforeValidator:
 
 #: Words of expressions, and the names of other fields and filters where results are written or queried by axis.
 _RESERVED = {
-    *("and", "fa", "in", "not", "or"),
+    *("and", "in", "not", "or"),
     *("arguments", "attempt", "cell", "cells", "cursor", "kind", "limit", "name", "only", "reason", "run", "seconds"),
     *("started", "state", "tests"),
-    *("before", "extra", "live", "on", "pt", "py", "text", "tf"),
+    *("before", "extra", "live", "text", *OLD),
 }
 
 
 def _axis(name: str) -> str:
-    if near := get_close_matches(name, AXES, 1, 0.9):
-        raise ValueError(f"there is no such axis; is it {near[0]}?")
+    if near := get_close_matches(name, [*map(spelled, AXES), *AXES], 1, 0.9):
+        raise ValueError(f"there is no such axis; is it {spelled(near[0])}?")
     if not re.fullmatch(WORD, name) or name in _RESERVED:
         form = "a word of at most 40 lower-case letters, digits and underscores, such as peft"
         raise ValueError(f"the name of an axis is {form}, and none of {', '.join(sorted(_RESERVED))}")
@@ -116,6 +117,10 @@ class _Conditional(_Table):
         return self.when is None or self.when(cell)
 
 
+#: As the axis is written, and as it was.
+_FLASH_ATTENTION = AliasChoices("flash-attn", "flash_attention", "flash_attn")
+
+
 class Values(_Table, extra="allow"):
     """The values of each axis, in the order in which they are run and shown. Other names are axes of the project's own."""
 
@@ -124,7 +129,7 @@ class Values(_Table, extra="allow"):
     python: Distinct[Annotated[str, Field(pattern=r"^[0-9]\.[0-9]{1,3}$")]]
     transformers: Annotated[Releases, _supported(releases.TRANSFORMERS)] = [""]
     torch: Annotated[Releases, _supported(releases.TORCH)] = [""]
-    flash_attention: Distinct[FlashAttention] = ["none"]
+    flash_attention: Annotated[Distinct[FlashAttention], Field(validation_alias=_FLASH_ATTENTION)] = ["none"]
     device: Distinct[Device] = ["cpu"]
 
     @model_validator(mode="after")
@@ -183,11 +188,11 @@ class Packages(_Conditional):
         """The condition may only use the part's axes, as all cells with the same values of these share the part."""
         axes = self.when.axes if self.when else set()
         if self.part == "base":
-            others, may = axes - {"python", "torch", "flash_attention"}, "torch and flash_attention"
+            others, may = axes - {"python", "torch", "flash_attention"}, "torch and flash-attn"
         else:
             others, may = axes & {"torch", "flash_attention", "device"}, "transformers and the project's own axes"
         if others:
-            named = ", ".join(sorted(others))
+            named = ", ".join(sorted(map(spelled, others)))
             raise ValueError(f"the {self.part} of a cell depends on python, {may} only, not on {named}")
         return self
 
@@ -402,7 +407,7 @@ def _own_axes(given: Any) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for table in given if isinstance(given, list) else [given]:
         for axis, values in table.items() if isinstance(table, dict) else ():
-            if axis not in AXES and isinstance(values, list):
+            if axis_of(axis) not in AXES and isinstance(values, list):
                 found.setdefault(axis, []).extend(map(str, values))
     return found
 

@@ -15,6 +15,11 @@ from .errors import MatrixError
 AXES = ("python", "transformers", "torch", "flash_attention", "device")
 VERSIONED = AXES[:3]
 
+#: The axes as people write them, where that isn't the name of the field; and the other spellings that are accepted.
+_SPELLED = {"flash_attention": "flash-attn"}
+OLD = {"tf": "transformers", "pt": "torch", "fa": "flash-attn", "py": "python", "on": "device"}
+OLD |= {"flash_attention": "flash-attn", "flash_attn": "flash-attn"}
+
 FlashAttention = Literal["none", "fa2", "fa3", "fa4", "torch"]
 Device = Literal["cpu", "cuda"]
 #: The values of the axes that always have these words.
@@ -35,6 +40,17 @@ NAME = (
 LONGEST = 150
 
 T = TypeVar("T")
+
+
+def spelled(axis: str) -> str:
+    """An axis as people write it: ``flash-attn`` for `Cell.flash_attention`."""
+    return _SPELLED.get(axis, axis)
+
+
+def axis_of(name: str) -> str:
+    """The axis of `AXES`, or of the project's own, in any spelling."""
+    name = OLD.get(name, name)
+    return next((axis for axis, written in _SPELLED.items() if written == name), name)
 
 
 @dataclass(frozen=True, order=True)

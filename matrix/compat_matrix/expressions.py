@@ -1,4 +1,4 @@
-"""Conditions on cells: ``transformers>=5.4 and torch==2.11``, ``flash_attention in (fa2, fa4) and not device==cpu``, ``peft``."""
+"""Conditions on cells: ``transformers>=5.4 and torch==2.11``, ``flash-attn in (fa2, fa4) and not device==cpu``, ``peft``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from lark import Lark, Token, Tree
 from lark.exceptions import UnexpectedInput, UnexpectedToken
 
-from .cells import AXES, VERSION, VERSIONED, WORDS, Cell
+from .cells import AXES, VERSION, VERSIONED, WORDS, Cell, axis_of, spelled
 from .errors import MatrixError
 
 _GRAMMAR = r"""
@@ -26,7 +26,7 @@ _GRAMMAR = r"""
 
 COMPARISON: ">=" | "<=" | "==" | "!=" | ">" | "<"
 MEMBER.2: /not\s+in\b/ | /in\b/
-AXIS: /[a-z][a-z0-9_]*/
+AXIS: /flash-attn\b|[a-z][a-z0-9_]*/
 VALUE: /"[^"]*"|'[^']*'|[A-Za-z0-9_.]+/
 %ignore /\s+/
 """
@@ -85,9 +85,9 @@ class Expression:
         return ({"negation": "not", "either": "or"}.get(tree.data, "and"), *parts)
 
     def _compared(self, axis: str, sign: str = "", *values: str) -> Clause:
-        axis = "flash_attention" if axis == "fa" else axis
+        axis = axis_of(axis)
         if self._own is not None and axis not in AXES and axis not in self._own:
-            axes = dict.fromkeys([*AXES, *self._own])
+            axes = dict.fromkeys(map(spelled, [*AXES, *self._own]))
             raise MatrixError(f"there is no axis {axis!r}: the axes are {', '.join(axes)}")
         self.axes.add(axis)
         if not sign:
@@ -103,9 +103,9 @@ class Expression:
         if axis in VERSIONED or all(map(is_release, words or [value])):
             return (sign, axis, release(value, axis))
         if words and value not in words:
-            raise MatrixError(f"{axis} is one of {', '.join(words)}, not {value!r}")
+            raise MatrixError(f"{spelled(axis)} is one of {', '.join(words)}, not {value!r}")
         if sign not in ("==", "!="):
-            raise MatrixError(f"{axis} has no order: use == or !=, not {sign}")
+            raise MatrixError(f"{spelled(axis)} has no order: use == or !=, not {sign}")
         return (sign, axis, value)
 
 
@@ -155,6 +155,7 @@ def _where(text: str, error: UnexpectedInput) -> str:
     ended = isinstance(error, UnexpectedToken) and error.token.type == "$END"
     position = len(text) if ended else (error.pos_in_stream or 0)
     example = (
-        f"It compares {', '.join(AXES)} or one of the project's own axes with a value: transformers>=5.4 and fa==fa4"
+        f"It compares {', '.join(map(spelled, AXES))} or one of the project's own axes with a value: "
+        "transformers>=5.4 and flash-attn==fa4"
     )
     return f"this isn't a condition on cells:\n  {text}\n  {' ' * position}^\n{example}"

@@ -58,7 +58,7 @@ because = "no kernel on a CPU"
         ("list --axes test_it.py", "test_it.py: "),
         ("list --axes matrix", "matrix: Is a directory"),
         ("pin --axes nowhere.toml", "nowhere.toml: No such file or directory"),
-        ("pin --only fa==fa5", "flash_attention is one of none, fa2, fa3, fa4, torch, not 'fa5'"),
+        ("pin --only fa==fa5", "flash-attn is one of none, fa2, fa3, fa4, torch, not 'fa5'"),
         ("run --all --suite full", "axes.toml has the suites default, not 'full'"),
         ("run --failed", "--failed needs --resume: a new run runs all its cells"),
         ("run --resume", "the store matrix.sqlite"),

@@ -125,7 +125,7 @@ def test_what_does_not_parse_is_pointed_at(text: str, position: int) -> None:
         ("torch>=2.x", "torch is a release such as 5.4 or 5.4.0, not '2.x'"),
         ("torch==²", "torch"),
         ("torch==''", "torch is a release such as 5.4 or 5.4.0, not ''"),
-        ("fa==fa5", "flash_attention is one of none, fa2, fa3, fa4, torch, not 'fa5'"),
+        ("fa==fa5", "flash-attn is one of none, fa2, fa3, fa4, torch, not 'fa5'"),
         ("device==gpu", "device is one of cpu, cuda, not 'gpu'"),
         ("device>=cpu", "device has no order: use == or !=, not >="),
         # Refused even if the part before it decides the result.
@@ -134,7 +134,7 @@ def test_what_does_not_parse_is_pointed_at(text: str, position: int) -> None:
         ("peft==newest", "peft is a release such as 5.4 or 5.4.0, not 'newest'"),
         (
             "pfet>=0.17",
-            "there is no axis 'pfet': the axes are python, transformers, torch, flash_attention, device, backend, peft",
+            "there is no axis 'pfet': the axes are python, transformers, torch, flash-attn, device, backend, peft",
         ),
         ("python==2.7 and device==gpu", "device is one of cpu, cuda, not 'gpu'"),
         ("python==3.11 or torch==new", "torch is a release such as 5.4 or 5.4.0, not 'new'"),

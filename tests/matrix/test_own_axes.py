@@ -63,7 +63,7 @@ def test_every_command_takes_them(project: Small) -> None:
     assert f"{name('0.17', 'nccl')} is excluded: needs 0.18" in project.run("run", name("0.17", "nccl")).stderr
     done = project.run("list", "--only", "pfet==0.16")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "there is no axis 'pfet': the axes are python, transformers, torch, flash_attention, device, " in done.stderr
+    assert "there is no axis 'pfet': the axes are python, transformers, torch, flash-attn, device, " in done.stderr
     assert "peft" in done.stderr
     assert "more than 100" in project.run("list", "--only", "not " * 300 + "peft").stderr
 

@@ -631,7 +631,7 @@ def test_the_answer_is_for_the_device_that_is_given_or_for_each(demo: tuple[Get,
 def test_a_release_that_is_none_is_refused(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, _, _ = demo
     assert "a release such as 5.9.0" in _page(get("/?pt=%3E%3D2"), 422).text
-    assert "flash_attention is one of none, fa2, fa3, fa4, torch, not 'fa9'" in _page(get("/?fa=fa9"), 422).text
+    assert "flash-attn is one of none, fa2, fa3, fa4, torch, not 'fa9'" in _page(get("/?fa=fa9"), 422).text
     _page(get(f"/?tf={'x' * 600}"), 422)
 
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from ..cells import AXES, WORD, WORDS, Cell
+from ..cells import AXES, WORD, WORDS, Cell, spelled
 from ..errors import MatrixError
 from ..results import FINE, Output, Summary
 from ..store import Past, Store
@@ -52,11 +52,11 @@ def wanted(axes: Mapping[str, str | None]) -> dict[str, str]:
     for axis, value in found.items():
         if axis in WORDS:
             if value not in WORDS[axis]:
-                raise MatrixError(f"{axis} is one of {', '.join(WORDS[axis])}, not {value!r}")
+                raise MatrixError(f"{spelled(axis)} is one of {', '.join(WORDS[axis])}, not {value!r}")
         elif axis in AXES or not re.fullmatch(WORD, value):
             if (version := parsed(value.replace(" ", "+"))) is None:
                 form = "a release such as 5.9.0, 5.9, 5.9.0rc1 or 2.11.0+cu130"
-                raise MatrixError(f"{axis} is {form}, not {value[:100]!r}")
+                raise MatrixError(f"{spelled(axis)} is {form}, not {value[:100]!r}")
             found[axis] = version.public
     return found
 
@@ -308,7 +308,7 @@ class Judge:
             return alike[0].reason
         values = self.rules.values
         none = [
-            f"{axis} {value}"
+            f"{spelled(axis)} {value}"
             for axis, value in asked.items()
             if not any(related(one, value) for one in values.get(axis, ""))
         ]
