@@ -24,6 +24,7 @@ EVIDENCE = {
     "transformers": "5.9.0",
     "torch": "2.11.0",
     "flash_attention": "none",
+    "flash-attn": "none",
     "extra": {},
     "device": "cpu",
     "run": "20261121-114502-7f3a",
@@ -38,7 +39,14 @@ EVIDENCE = {
     "differs": [],
 }
 WRONG: dict[str, Any] = {
-    "asked": {"device": "cpu", "flash_attention": "none", "transformers": "5.9.0", "torch": "2.11.0", "python": "3.12"},
+    "asked": {
+        "device": "cpu",
+        "flash_attention": "none",
+        "flash-attn": "none",
+        "transformers": "5.9.0",
+        "torch": "2.11.0",
+        "python": "3.12",
+    },
     "match": "exact",
     "verdict": "wrong",
     "kind": None,

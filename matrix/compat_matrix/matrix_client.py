@@ -15,6 +15,7 @@ from urllib3.exceptions import HTTPError, ReadTimeoutError
 from kernel_compat.cli import printing
 from kernel_compat.environment import Environment
 
+from .cells import axis_of, spelled
 from .errors import MatrixError
 
 KnownVerdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unknown"]
@@ -123,7 +124,7 @@ def questions(environment: Environment) -> list[dict[str, str]]:
 
 def describe(answer: ServiceAnswer) -> Iterator[str]:
     """An answer as lines of text: the verdict, the evidence, and the shims in the first piece of it."""
-    asked = ", ".join(f"{name} {value}" for name, value in answer.asked.items())
+    asked = ", ".join(f"{spelled(axis_of(name))} {value}" for name, value in answer.asked.items())
     reason = f": {line(answer.reason)}" if answer.reason else ""
     yield f"{asked}: {answer.verdict}{reason}"
     for one in answer.tested:

@@ -10,7 +10,7 @@ from typing import Any
 from asked import answered_alike, script
 from stored import cells, failed, passed, stored
 
-from compat_matrix.cells import Cell
+from compat_matrix.cells import Cell, spelled
 from compat_matrix.pages import ask
 from compat_matrix.results import Kind
 from compat_matrix.store import Store
@@ -18,40 +18,40 @@ from compat_matrix.views.verdicts import Answer, Judge, wanted
 
 #: A field, what is typed, and what it is; or a part of the error.
 TYPED = [
-    ("tf", "5.9.1", "5.9.1"),
-    ("tf", "v5.9", "5.9"),
-    ("tf", "  transformers==5.9.1 ", "5.9.1"),
-    ("tf", "transformers 5.9.1,", "5.9.1"),
-    ("tf", "5.9.0rc1", "5.9.0rc1"),
-    ("tf", "5.10.0.dev0", "5.10.0.dev0"),
-    ("pt", "2.11.0+cu130", "2.11.0"),
-    ("pt", "2.11.0 cu130", "2.11.0"),
-    ("pt", "torch-2.11", "2.11"),
-    ("fa", "flash-attn 2.8.3", "fa2"),
-    ("fa", "flash_attn==2.8.3", "fa2"),
-    ("fa", "2.8.3", "fa2"),
-    ("fa", "FlashAttention-3", "fa3"),
-    ("fa", "fa3-fwd==0.0.3", "fa3"),
-    ("fa", "flash-attn-4 4.0.0b36", "fa4"),
-    ("fa", "fa4", "fa4"),
-    ("fa", "torch", "torch"),
-    ("fa", "none", "none"),
-    ("on", "cuda", "cuda"),
-    ("py", "3.12", "3.12"),
-    ("py", "Python 3.12.4", "3.12.4"),
-    ("py", "cp312", "3.12"),
-    ("py", "python3.11", "3.11"),
-    ("tf", "five", "'five' isn't a release such as 5.9.1"),
-    ("tf", "torch==2.11", "'torch==2.11' isn't a release such as 5.9.1"),
-    ("pt", ">=2.4", "'>=2.4' is a range: one release, such as 2.11.0+cu130"),
-    ("pt", "2.11.0, 2.12.0", "'2.11.0, 2.12.0' is a range: one release, such as 2.11.0+cu130"),
-    ("fa", "flash", "'flash' isn't a FlashAttention such as flash-attn 2.8.3, fa4, torch or none"),
+    ("transformers", "5.9.1", "5.9.1"),
+    ("transformers", "v5.9", "5.9"),
+    ("transformers", "  transformers==5.9.1 ", "5.9.1"),
+    ("transformers", "transformers 5.9.1,", "5.9.1"),
+    ("transformers", "5.9.0rc1", "5.9.0rc1"),
+    ("transformers", "5.10.0.dev0", "5.10.0.dev0"),
+    ("torch", "2.11.0+cu130", "2.11.0"),
+    ("torch", "2.11.0 cu130", "2.11.0"),
+    ("torch", "torch-2.11", "2.11"),
+    ("flash-attn", "flash-attn 2.8.3", "fa2"),
+    ("flash-attn", "flash_attn==2.8.3", "fa2"),
+    ("flash-attn", "2.8.3", "fa2"),
+    ("flash-attn", "FlashAttention-3", "fa3"),
+    ("flash-attn", "fa3-fwd==0.0.3", "fa3"),
+    ("flash-attn", "flash-attn-4 4.0.0b36", "fa4"),
+    ("flash-attn", "fa4", "fa4"),
+    ("flash-attn", "torch", "torch"),
+    ("flash-attn", "none", "none"),
+    ("device", "cuda", "cuda"),
+    ("python", "3.12", "3.12"),
+    ("python", "Python 3.12.4", "3.12.4"),
+    ("python", "cp312", "3.12"),
+    ("python", "python3.11", "3.11"),
+    ("transformers", "five", "'five' isn't a release such as 5.9.1"),
+    ("transformers", "torch==2.11", "'torch==2.11' isn't a release such as 5.9.1"),
+    ("torch", ">=2.4", "'>=2.4' is a range: one release, such as 2.11.0+cu130"),
+    ("torch", "2.11.0, 2.12.0", "'2.11.0, 2.12.0' is a range: one release, such as 2.11.0+cu130"),
+    ("flash-attn", "flash", "'flash' isn't a FlashAttention such as flash-attn 2.8.3, fa4, torch or none"),
     (
-        "fa",
+        "flash-attn",
         "flash-attn 1.0.9",
         "'flash-attn 1.0.9' isn't a FlashAttention such as flash-attn 2.8.3, fa4, torch or none",
     ),
-    ("py", "three", "'three' isn't a release such as 3.12"),
+    ("python", "three", "'three' isn't a release such as 3.12"),
 ]
 
 LOCK = """
@@ -74,18 +74,24 @@ version = "5.9.1"
 
 #: A pasted text, and its fields or the error.
 PASTED: list[tuple[str, dict[str, str] | str]] = [
-    ("numpy==2.3\ntorch==2.11.0+cu130\ntransformers==5.9.1\n", {"tf": "5.9.1", "pt": "2.11.0+cu130", "fa": "none"}),
-    ("Torch == 2.11.0 ; python_version < '3.14'\n", {"tf": "", "pt": "2.11.0", "fa": "none"}),
-    ("transformers[torch]==5.9.1 \\\n    --hash=sha256:00\n", {"tf": "5.9.1", "pt": "", "fa": "none"}),
+    (
+        "numpy==2.3\ntorch==2.11.0+cu130\ntransformers==5.9.1\n",
+        {"transformers": "5.9.1", "torch": "2.11.0+cu130", "flash-attn": "none"},
+    ),
+    ("Torch == 2.11.0 ; python_version < '3.14'\n", {"transformers": "", "torch": "2.11.0", "flash-attn": "none"}),
+    (
+        "transformers[torch]==5.9.1 \\\n    --hash=sha256:00\n",
+        {"transformers": "5.9.1", "torch": "", "flash-attn": "none"},
+    ),
     (
         "Package      Version\n------ ----\nflash_attn   2.8.3\ntorch        2.11.0\n",
-        {"tf": "", "pt": "2.11.0", "fa": "flash-attn 2.8.3"},
+        {"transformers": "", "torch": "2.11.0", "flash-attn": "flash-attn 2.8.3"},
     ),
     (
         "flash_attn @ file:///wheels/flash_attn-2.8.3%2Bcu12torch2.11-cp312-cp312-linux_x86_64.whl#sha256=0\ntorch==2.11.0",
-        {"tf": "", "pt": "2.11.0", "fa": "flash-attn 2.8.3+cu12torch2.11"},
+        {"transformers": "", "torch": "2.11.0", "flash-attn": "flash-attn 2.8.3+cu12torch2.11"},
     ),
-    (LOCK, {"tf": "5.9.1", "pt": "2.11.0+cu130", "fa": "flash-attn 2.8.3"}),
+    (LOCK, {"transformers": "5.9.1", "torch": "2.11.0+cu130", "flash-attn": "flash-attn 2.8.3"}),
     ("torch>=2.4\n", "torch>=2.4 is a range: type the release that you have"),
     (
         "transformers @ git+https://example.org/transformers\n",
@@ -101,17 +107,17 @@ PASTED: list[tuple[str, dict[str, str] | str]] = [
 ]
 
 
-FIELDS = {axis: [name, example] for axis, (name, _, example) in ask.FIELDS.items()}
+FIELDS = {axis: [spelled(axis), example] for axis, example in ask.FIELDS.items()}
 
 
 def _read(asked: list[dict[str, str]]) -> Any:
-    empty = {"tf": "", "pt": "", "fa": "", "on": "", "py": "", "text": ""}
+    empty = {"transformers": "", "torch": "", "flash-attn": "", "device": "", "python": "", "text": ""}
     fields = json.dumps(FIELDS)
     return script(f"{json.dumps([empty | one for one in asked])}.map((one) => read(one, {fields}))")
 
 
 def test_what_people_type() -> None:
-    axes = {name: axis for axis, (name, _) in FIELDS.items()}
+    axes = {str(name): axis for axis, (name, _) in FIELDS.items()}
     read = _read([{name: text} for name, text, _ in TYPED])
     for one, (name, text, said) in zip(read, TYPED, strict=True):
         assert one["typed"][name] == text  # what can't be read is kept
@@ -123,11 +129,13 @@ def test_what_people_type() -> None:
 def test_what_people_paste() -> None:
     read = _read([{"text": text} for text, _ in PASTED])
     for one, (_, said) in zip(read, PASTED, strict=True):
-        assert (one["errors"].get("text") or {name: one["typed"][name] for name in ("tf", "pt", "fa")}) == said
+        assert (
+            one["errors"].get("text") or {name: one["typed"][name] for name in ("transformers", "torch", "flash-attn")}
+        ) == said
 
 
 def test_a_field_counts_more_than_the_text() -> None:
-    (found,) = _read([{"pt": "2.12", "text": "torch==2.11.0\ntransformers==5.9.1"}])
+    (found,) = _read([{"torch": "2.12", "text": "torch==2.11.0\ntransformers==5.9.1"}])
     asked = {"transformers": "5.9.1", "torch": "2.12", "flash_attention": "none", "device": "", "python": ""}
     assert found["asked"] == asked
 

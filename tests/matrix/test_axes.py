@@ -93,6 +93,17 @@ def line(text: str, part: str) -> int:
     return text[: text.index(part)].count("\n") + 1
 
 
+def test_the_axis_of_flash_attention_in_any_spelling(tmp_path: Path) -> None:
+    names = ("flash_attention", "flash-attn", "flash_attn")
+    found = [load(written(tmp_path, GOOD.replace("flash_attention", name))) for name in names]
+    assert found[0].all_cells == found[1].all_cells == found[2].all_cells
+    assert {cell.flash_attention for cell in found[1].all_cells} == {"none", "fa4"}
+    assert found[0].own == found[1].own == found[2].own
+    twice = GOOD.replace("flash_attention =", 'flash-attn = ["none"]\nflash_attention =')
+    with pytest.raises(MatrixError, match=r"axes\.flash_attention: there is no such axis; is it flash-attn\?"):
+        load(written(tmp_path, twice))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "at", "says"),
     [

@@ -144,7 +144,7 @@ CHECKS: dict[str, Callable[[Cell], bool]] = {
     "FlashAttention has kernels for CUDA alone": (
         lambda cell: cell.device != "cuda" and cuda_alone(cell.flash_attention, cell.torch)
     ),
-    "on CUDA every torch has a FlashAttention of its own: the environment is that of flash_attention==torch": (
+    "on CUDA every torch has a FlashAttention of its own: the environment is that of flash-attn==torch": (
         lambda cell: cell.flash_attention == "none" and has_torch_kernel(cell)
     ),
     "flash-attn 2.8.3 compiles as C++17, and torch 2.14 and later need C++20": (

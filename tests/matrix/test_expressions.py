@@ -85,6 +85,8 @@ def test_a_condition_means_what_it_says(condition: tuple[str, Any], cell: Cell) 
         ("5.0", "torch==2.11", True),
         ("5.0", "torch not in (2.10, 2.12)", True),
         ("5.0", "fa==none and flash_attention!=torch", True),
+        ("5.0", "flash-attn==none and tf==5.0 and not flash-attn in (fa2, fa4)", True),
+        ("5.0", "flash-attn == fa4 or pt<2 or py>=4", False),
         ("5.0", "flash_attention in (torch, none,)", True),
         ("5.0", "device==\n  cpu", True),
     ],

@@ -255,7 +255,7 @@ OUTSIDE = [
     ("transformers=5.20.9 python=3.10", "unknown", "no run has planned it"),
     ("python=3.14", "unknown", "the matrix has no python 3.14"),
     ("torch=2.15 python=3.10", "refused", "torch 2.15 and later need Python 3.11"),
-    ("device=cuda flash_attention=none", "refused", "flash_attention==torch"),
+    ("device=cuda flash_attention=none", "refused", "flash-attn==torch"),
     ("flash_attention=none", "passed", ""),
     ("device=cuda", "passed", ""),
 ]

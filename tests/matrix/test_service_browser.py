@@ -113,8 +113,8 @@ def _addresses(made: service_demo.Demo) -> dict[str, str]:
     runs = made.runs
     return {
         "grid": "/",
-        "answer": "/?tf=5.23.1&pt=2.15.0&fa=none",
-        "grid-all": "/?flash_attention=all&python=all&only=transformers>=5.23",
+        "answer": "/?transformers=5.23.1&torch=2.15.0&flash-attn=none",
+        "grid-all": "/?flash-attn=all&python=all&only=transformers>=5.23",
         "grid-failed": "/?state=failed",
         "cell": "/cells/py312-tf5.23-torch2.15",
         "cell-running": f"/cells/{submissions.running(made.store)[0].cell}",
@@ -156,7 +156,7 @@ def test_every_page_is_accessible(
 def test_an_error_is_accessible(browser: Browser, demo: tuple[str, service_demo.Demo]) -> None:
     address, _ = demo
     page = browser.new_page()
-    for path in ("/nothing", "/?python=1", "/?tf=five&pt=>2"):
+    for path in ("/nothing", "/?python=1", "/?transformers=five&torch=>2"):
         page.goto(address + path)
         assert Axe().run(page, options=RULES).violations_count == 0
     page.close()
@@ -291,7 +291,7 @@ def test_figures_are_plotted_with_commits_and_zoom(open_page: Open, tmp_path: Pa
             row = page.locator(".plot tbody tr").first
             assert row.inner_text().split()[-3:] == ["00000039", "39", "40"]
             assert row.is_visible()
-            report.write(store, tmp_path / "site", project="tested")
+            report.write(store, tmp_path / "site")
             page = open_page((tmp_path / "site" / "cells" / f"{cell}.html").as_uri())
             assert page.locator(".uplot canvas").count() == 1
 
@@ -568,7 +568,7 @@ def test_the_question_on_a_phone(open_page: Open, demo: tuple[str, service_demo.
     assert page.get_by_label("pip freeze").input_value() == "torch>=2.4\n"
     page.get_by_label("pip freeze").fill("torch==2.11.0+cu130\n")
     page.get_by_role("button", name="Check").click()
-    page.wait_for_url("**tf=5.9**")
+    page.wait_for_url("**transformers=5.9**")
     assert "It works" in page.locator("#answer").inner_text()
     # The reader's column is in sight, and at its place.
     assert page.locator(".grid thead th").nth(5).get_attribute("data-value") == "2.11"
@@ -589,10 +589,10 @@ def test_a_report_works_without_a_server(open_page: Open, tmp_path: Path, size: 
     page.get_by_label("transformers", exact=True).fill("v5.23.1")
     page.get_by_label("torch", exact=True).fill(">=2")
     page.get_by_role("button", name="Check").click()
-    assert page.locator("#pt-error").inner_text().startswith("'>=2' is a range")
+    assert page.locator("#torch-error").inner_text().startswith("'>=2' is a range")
     assert page.get_by_label("torch", exact=True).input_value() == ">=2"
     page.get_by_label("torch", exact=True).fill("2.14.0+cu130")
-    page.get_by_label("FlashAttention", exact=True).fill("none")
+    page.get_by_label("flash-attn", exact=True).fill("none")
     page.keyboard.press("Enter")
     answer = page.locator("#answer").inner_text()
     assert "It computes something else Exactly these releases were tested." in " ".join(answer.split())
@@ -664,7 +664,7 @@ def test_a_thousand_cells_are_painted(open_page: Open, demo: tuple[str, service_
     """Only that they are painted: benchmarks measure how fast, because another load here would fail a bound."""
     address, _ = demo
     began = time.monotonic()
-    page = open_page(f"{address}/?flash_attention=all&python=all")
+    page = open_page(f"{address}/?flash-attn=all&python=all")
     assert page.locator(".grid td a").count() > 1000
     painted = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
     assert 0 < painted / 1000 < time.monotonic() - began

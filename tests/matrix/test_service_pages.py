@@ -122,7 +122,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Get, servic
 
 def test_every_link_leads_somewhere(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, made, _ = demo
-    todo = ["/", "/?flash_attention=all&python=all", f"/?run={made.runs['gpu']}", "/seams?distribution=torch"]
+    todo = ["/", "/?flash-attn=all&python=all", f"/?run={made.runs['gpu']}", "/seams?distribution=torch"]
     seen: set[str] = set()
     most = 20  # how many pages of cells are visited
     while todo:
@@ -248,7 +248,7 @@ def test_behind_a_proxy_that_cuts_a_prefix_off(store: Store) -> None:
 
 def test_what_a_cell_can_be(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, _, _ = demo
-    page = _page(get("/?python=3.12&flash_attention=none&device=cpu"))
+    page = _page(get("/?python=3.12&flash-attn=none&device=cpu"))
     said = {
         "py312-tf5.21-torch2.15": "ok: transformers 5.21, torch 2.15",
         "py312-tf5.22-torch2.15": "wrong: transformers 5.22, torch 2.15",
@@ -266,17 +266,17 @@ def test_what_a_cell_can_be(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     page = _page(get("/?python=3.13"))
     assert page.cell("py313-tf5.23-torch2.15") == "waiting: transformers 5.23, torch 2.15"
     assert page.cell("py313-tf5.22-torch2.15") == "never: transformers 5.22, torch 2.15"
-    page = _page(get("/?python=3.12&flash_attention=fa4&device=cuda"))
+    page = _page(get("/?python=3.12&flash-attn=fa4&device=cuda"))
     labels = [one.get("aria-label", "") for one in page.all("a")]
     assert sum(label.startswith("not run: ") for label in labels) == 5
-    page = _page(get("/?python=3.12&flash_attention=fa2&device=cuda&state=refused"))
+    page = _page(get("/?python=3.12&flash-attn=fa2&device=cuda&state=refused"))
     assert page.cell("py312-tf5.23-torch2.15-fa2-cuda") == "excluded: transformers 5.23, torch 2.15"
     assert "flash-attn compiles as C++17, and torch 2.14 and later need C++20" in page.text
 
 
 def test_no_state_is_told_by_colour_alone(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, _, _ = demo
-    text = get("/?flash_attention=all&python=all").text
+    text = get("/?flash-attn=all&python=all").text
     shown = re.findall(r'<a class="c ([\w-]+)[^"]*"[^>]*><i aria-hidden="true">(.)</i> ([^<]+)', text)
     assert len(shown) > 1000
     signs: dict[str, set[str]] = {}
@@ -292,7 +292,7 @@ def test_counts_and_facets(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     page = _page(get("/"))
     # By default it shows the first kernel with results, and the newest Python that has some.
     assert [one for one in page.all("a") if one.get("aria-current") == "true"] == [
-        {"href": "/?flash_attention=none&device=cpu#grid", "aria-current": "true"},
+        {"href": "/?flash-attn=none&device=cpu#grid", "aria-current": "true"},
         {"href": "/?python=3.12#grid", "aria-current": "true"},
     ]
     current = {
@@ -364,7 +364,7 @@ def test_ranges_have_every_cell_once(demo: tuple[Get, service_demo.Demo, Store])
 
 def test_chips_have_the_counts_of_the_cells_that_they_show(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, _, _ = demo
-    for address in ("/", "/?python=all", "/?flash_attention=all", "/?flash_attention=fa4&device=cuda"):
+    for address in ("/", "/?python=all", "/?flash-attn=all", "/?flash-attn=fa4&device=cuda"):
         text = "".join(re.findall('<nav class="tabs".*?</nav>', get(address).text, re.DOTALL))
         chips = re.findall(r'<li><a href="([^"]+)#grid"[^>]*>(.*?)</a></li>', text, re.DOTALL)
         assert len(chips) == 4 + 4
@@ -396,7 +396,7 @@ def test_filters_are_in_the_address(demo: tuple[Get, service_demo.Demo, Store]) 
     ]
     form = {one.get("name"): one.get("value") for one in page.all("input")}
     assert form["only"] == "transformers>=5.22 and torch==2.15"
-    assert [one["name"] for one in page.all("select")] == ["on", "state"]
+    assert [one["name"] for one in page.all("select")] == ["device", "state"]
     # The facets keep the other filters; the form keeps the facets.
     assert "/?python=3.11&only=transformers%3E%3D5.22+and+torch%3D%3D2.15&state=wrong#grid" in page.links
     assert {"name": "python", "value": "3.11", "type": "hidden"} in _page(get("/?python=3.11")).all("input")
@@ -409,10 +409,11 @@ def test_filters_are_in_the_address(demo: tuple[Get, service_demo.Demo, Store]) 
 @pytest.mark.parametrize(
     ("query", "allowed"),
     [
-        ("pyton=3.12", "the filters are flash_attention, device, python, only, state, run, tf, pt, fa, on, py"),
+        ("pyton=3.12", "the filters are transformers, torch, flash-attn, device, python, only, state, run"),
         ("python=3.9", "there are 3.11, 3.12, 3.13, all"),
-        ("device=tpu", "there are cpu, cuda, all"),
-        ("flash_attention=fa9", "there are none, fa2, fa4, all"),
+        ("device=tpu", "device is one of cpu, cuda, not"),
+        ("flash-attn=fa3", "there are none, fa2, fa4, all"),
+        ("flash-attn=fa9", "flash-attn is one of none, fa2, fa3, fa4, torch, not"),
         ("state=green", "the states are passed, flaky, known, wrong, failed, refused, not run, running, waiting"),
         ("only=torch==", ""),
         ("only=peft>=0.17", "there is no axis"),
@@ -587,19 +588,22 @@ def test_what_only_a_partial_run_has(store: Store, get: Get) -> None:
 
 def test_does_my_combination_work(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, made, _ = demo
-    page = _page(get("/", params={"tf": "5.23.1", "pt": "2.15.0+cu130", "fa": "none", "py": "3.12"}))
+    page = _page(
+        get("/", params={"transformers": "5.23.1", "torch": "2.15.0+cu130", "flash-attn": "none", "python": "3.12"})
+    )
     text = " ".join(page.text.split())
     assert "It computes something else Exactly these releases were tested. 3 of 87 tests are off, by up to 0.31" in text
     assert f"/runs/{made.runs['new']}" in page.links
     assert "The nearest combination that works" in text
-    assert {one["name"]: one["value"] for one in page.all("input") if one.get("id") in ("tf", "pt", "fa", "py")} == {
-        "tf": "5.23.1",
-        "pt": "2.15.0+cu130",
-        "fa": "none",
-        "py": "3.12",
+    names = ("transformers", "torch", "flash-attn", "python")
+    assert {one["name"]: one["value"] for one in page.all("input") if one.get("id") in names} == {
+        "transformers": "5.23.1",
+        "torch": "2.15.0+cu130",
+        "flash-attn": "none",
+        "python": "3.12",
     }
     # The grid is the reader's, whose row, column and cell are marked.
-    page = _page(get("/", params={"tf": "5.9", "pt": "2.11", "fa": "fa4"}))
+    page = _page(get("/", params={"transformers": "5.9", "torch": "2.11", "flash-attn": "fa4"}))
     assert "Python 3.12, FlashAttention-4, GPU" in page.text
     columns = [one["data-value"] for one in page.all("th") if "data-value" in one and one["scope"] == "col"]
     assert columns == ["2.15", "2.14", "2.13", "2.12", "2.11", "2.10"]
@@ -607,40 +611,58 @@ def test_does_my_combination_work(demo: tuple[Get, service_demo.Demo, Store]) ->
     assert len([one for one in page.all("td") if one.get("class") == "yours"]) == 1
 
 
-def test_the_answer_is_for_the_device_that_is_given_or_for_each(demo: tuple[Get, service_demo.Demo, Store]) -> None:
-    get, _, _ = demo
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tf=5.9", "transformers=5.9"),
+        (
+            "tf=5.9.1&pt=2.11&fa=fa4&py=3.12&on=cuda",
+            "transformers=5.9.1&torch=2.11&flash-attn=fa4&python=3.12&device=cuda",
+        ),
+        ("flash_attention=fa4&device=cuda&python=3.12", "flash-attn=fa4&device=cuda&python=3.12"),
+        ("flash_attn=fa4&state=&only=torch==2.11", "flash-attn=fa4&only=torch%3D%3D2.11"),
+        # A choice of the grid was kept beside a question; the question counts.
+        ("flash_attention=fa2&python=3.11&tf=5.9&fa=fa4&py=3.12", "flash-attn=fa4&python=3.12&transformers=5.9"),
+    ],
+)
+def test_old_spellings_lead_to_todays(demo: tuple[Get, service_demo.Demo, Store], old: str, new: str) -> None:
+    get = demo[0]
+    moved = get(f"/?{old}", allow_redirects=False)
+    assert (moved.status_code, moved.headers["location"]) == (307, f"/?{new}")
+    assert get(f"/?{old}").text == get(f"/?{new}").text
 
-    def answer(address: str) -> str:
-        return " ".join(_page(get(address)).text.partition("An empty field stands for any.")[2].split()).partition(
-            " The matrix"
-        )[0]
 
-    never = answer("/?tf=5.9&pt=2.11&fa=fa2")
-    assert "○ It was never run Only its neighbours were run" in never
-    assert "CPU: ⊘ It is excluded FlashAttention has kernels for CUDA alone" in never
-    assert "GPU: ○ It was never run" in never
-    assert "GPU: ○ It was never run" not in (on_cpu := answer("/?tf=5.9&pt=2.11&fa=fa2&on=cpu"))
-    assert "⊘ It is excluded A rule of the axes says so, for every patch release. FlashAttention has kernels" in on_cpu
-    for address in ("/?pt=2.14&fa=fa2", "/?pt=2.15.1&fa=fa2&on=cuda&py=3.12"):
-        assert "for every patch release. flash-attn compiles as C++17" in answer(address)
-    assert "It was never run" in (outside := answer("/?tf=5.40"))
-    assert "the matrix has no transformers 5.40" in outside
-    _page(get("/?on=tpu"), 422)
+def test_a_choice_of_grids_is_no_question(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get = demo[0]
+    text = get("/?flash-attn=fa4&device=cuda").text
+    assert 'class="verdict"' not in text
+    assert 'class="line chosen"' in text
+    assert "Below is what works with it" in text
+    assert 'class="verdict"' in get("/?transformers=5.9").text
+    # A question may be about what no cell has; its grid is the default one.
+    page = _page(get("/?transformers=5.9&flash-attn=fa3&python=3.9"))
+    assert "the matrix has no flash-attn fa3 and no python 3.9" in page.text
+    assert "Python 3.12, no FlashAttention, CPU" in page.text
 
 
 def test_a_release_that_is_none_is_refused(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, _, _ = demo
-    assert "a release such as 5.9.0" in _page(get("/?pt=%3E%3D2"), 422).text
-    assert "flash-attn is one of none, fa2, fa3, fa4, torch, not 'fa9'" in _page(get("/?fa=fa9"), 422).text
-    _page(get(f"/?tf={'x' * 600}"), 422)
+    assert "a release such as 5.9.0" in _page(get("/?torch=%3E%3D2"), 422).text
+    assert (
+        "flash-attn is one of none, fa2, fa3, fa4, torch, not 'fa9'"
+        in _page(get("/?torch=2.11&flash-attn=fa9"), 422).text
+    )
+    _page(get(f"/?transformers={'x' * 600}"), 422)
 
 
 def test_the_form_asks_for_a_projects_own_axes(store: Store, get: Get) -> None:
     own = [Cell("3.12", "5.0", "2.10", extra=(("peft", peft),)) for peft in ("0.9", "0.10")]
     stored(store, [passed(own[0]), failed(own[1], "crash", "it died")])
     page = _page(get("/"))
-    assert [one["name"] for one in page.all("input") if one.get("id")][:5] == ["tf", "pt", "fa", "py", "peft"]
-    page = _page(get("/?tf=5.0&peft=0.10"))
+    assert [one["name"] for one in page.all("input") if one.get("id")][:5] == [
+        *("transformers", "torch", "flash-attn", "python", "peft")
+    ]
+    page = _page(get("/?transformers=5.0&peft=0.10"))
     assert "It fails: crash" in page.text
     assert "Python 3.12, no FlashAttention, CPU, peft 0.10" in page.text
     assert "CPU, peft 0.9" not in page.text
@@ -675,7 +697,7 @@ def test_text_of_results_is_text(store: Store, get: Get) -> None:
     documents.keep(store, "atlas", json.dumps(_hostile_atlas()))
     for address in (
         "/",
-        "/?flash_attention=all",
+        "/?flash-attn=all",
         f"/?run={old}",
         "/runs",
         f"/runs/{old}",
@@ -709,7 +731,7 @@ def test_text_of_results_is_text(store: Store, get: Get) -> None:
                 attributes.get("hx-get"),
             ):
                 assert value is None or re.match(r"/(?!/)|#", value), (address, value)
-    for link in _page(get("/?flash_attention=all")).links:
+    for link in _page(get("/?flash-attn=all")).links:
         if link.startswith("/cells/"):
             assert get(link).status_code == 200, link
     store.add(new, dataclasses.replace(passed(OLD[0]), log=HOSTILE))
@@ -996,10 +1018,13 @@ def test_flaky_and_known_are_told_everywhere(store: Store, get: Get, tmp_path: P
         assert re.search(r'class="c flaky"[^>]*><i aria-hidden="true">~</i> flaky', text)
         assert re.search(r'class="c known"[^>]*><i aria-hidden="true">!</i> known', text)
         assert "because known" in text
-    asked = get(f"/?tf={flaky.transformers}&pt={flaky.torch}").text
+    asked = get(f"/?transformers={flaky.transformers}&torch={flaky.torch}").text
     assert "It works, but a test is flaky" in asked
     assert "The nearest combination that works" not in asked
-    assert "It works but for failures that are known" in get(f"/?tf={known.transformers}&pt={known.torch}").text
+    assert (
+        "It works but for failures that are known"
+        in get(f"/?transformers={known.transformers}&torch={known.torch}").text
+    )
     page = " ".join(_page(get(f"/cells/{flaky}")).text.split())
     assert "1 flaky" in page
     assert "10.5 ms, lower is better" in page

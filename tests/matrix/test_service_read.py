@@ -306,6 +306,18 @@ def test_compat(store: Store, client: TestClient) -> None:
     }
     found = get(client, "compat", **asked)
     assert (found["match"], found["verdict"], found["tested"][0]["kind"]) == ("exact", "wrong", "wrong")
+    for name in ("flash-attn", "flash_attention", "fa"):  # in every spelling
+        spelled = {name if one == "flash_attn" else one: value for one, value in asked.items()}
+        assert get(client, "compat", **spelled) == found
+        assert len(get(client, "cells", **{name: "fa4"})["cells"]) == 1
+        assert get(client, "cells", **{name: "fa2"})["cells"] == []
+    assert get(client, "compat", tf="5.9.0", pt="2.11") == get(client, "compat", transformers="5.9.0", torch="2.11")
+    assert found["asked"]["flash-attn"] == found["asked"]["flash_attention"] == "fa4"
+    assert found["tested"][0]["flash-attn"] == found["tested"][0]["flash_attention"] == "fa4"
+    other = get(client, "compat", **{"flash-attn": "fa2"})["tested"][0]["differs"]
+    assert [one["axis"] for one in other] == ["flash-attn"]
+    for name in ("flash-attn", "flash_attention"):
+        assert "flash-attn fa4" in client.get(f"badges/{name}/fa4.svg").text
     assert client.get("compat?torch=2.11.0+cu130").json()["match"] == "exact"  # an unescaped plus sign
     assert get(client, "compat")["counts"] == {"wrong": 1}
 
@@ -319,6 +331,7 @@ def test_compat(store: Store, client: TestClient) -> None:
         ("device=tpu", "'cpu' or 'cuda'"),
         ("tranformers=5.9", "tranformers"),
         ("torch=2.11&torch=2.12", "it is given 2 times, and may be given once"),
+        ("flash-attn=fa4&fa=fa4", "flash-attn: it is given in two spellings, and may be given once"),
         ("limit=0", "greater than or equal to 1"),
     ],
 )

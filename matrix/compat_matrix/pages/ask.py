@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from ..cells import Cell
+from ..cells import OLD, Cell, spelled
 from ..errors import MatrixError
 from ..versions import release
 from ..views.common import SIGNS
@@ -11,17 +11,21 @@ from ..views.verdicts import Closeness, Verdict, wanted
 #: Stands for every value of a facet.
 ALL = "all"
 
-#: The filters by their parameters. The last five are the fields of the form; those of a project's own axes follow them.
-NAMES = ("flash_attention", "device", "python", "only", "state", "run", "tf", "pt", "fa", "on", "py")
+#: The old parameters of the form.
+_FORM = ("tf", "pt", "fa", "on", "py")
 
-#: The fields of the form, by the axis that they are about: the parameter, the label and an example.
+#: The fields of the form, by axis, each with an example.
 FIELDS = {
-    "transformers": ("tf", "transformers", "5.9.1"),
-    "torch": ("pt", "torch", "2.11.0+cu130"),
-    "flash_attention": ("fa", "FlashAttention", "flash-attn 2.8.3"),
-    "device": ("on", "device", "any"),
-    "python": ("py", "Python", "3.12"),
+    "transformers": "5.9.1",
+    "torch": "2.11.0+cu130",
+    "flash_attention": "flash-attn 2.8.3",
+    "device": "any",
+    "python": "3.12",
 }
+
+#: The parameters. The first ones are the fields of the form, of which the last three also choose a grid; those of a project's own
+#: axes follow.
+NAMES = (*map(spelled, FIELDS), "only", "state", "run")
 
 #: The state, the headline and the word of each verdict.
 HEADLINES: Mapping[Verdict, tuple[str, str, str]] = {
@@ -69,14 +73,27 @@ def own_axes(cells: Iterable[Cell]) -> dict[str, str]:
     return {axis: value for cell in cells for axis, value in cell.extra}
 
 
-def fields(own: Mapping[str, str] = {}) -> dict[str, tuple[str, str, str]]:
+def renamed(given: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The parameters of an address, old spellings as today's. A field of the form was another parameter than a choice of the grid: it counts."""
+    pairs = [*given]
+    chosen = {OLD.get(name, name): value for name, value in pairs if name not in _FORM}
+    return chosen | {OLD[name]: value for name, value in pairs if name in _FORM}
+
+
+def fields(own: Mapping[str, str] = {}) -> dict[str, str]:
     """The fields of the form, with those of a project's own axes, each with an example."""
-    return FIELDS | {axis: (axis, axis, own[axis]) for axis in sorted(own)}
+    return FIELDS | {axis: own[axis] for axis in sorted(own)}
 
 
 def asked(filters: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
     """The combination in the parameters of the form."""
-    return wanted({axis: filters[name] or None for axis, (name, *_) in fields(own).items()})
+    values = {axis: filters[spelled(axis)] for axis in fields(own)}
+    return wanted({axis: value if value not in ("", ALL) else None for axis, value in values.items()})
+
+
+def is_question(asked: Mapping[str, str]) -> bool:
+    """Whether a combination is more than a choice of grids, of which the page says what works anyway."""
+    return not asked.keys() <= {"flash_attention", "device", "python"}
 
 
 def minor(version: str) -> str:

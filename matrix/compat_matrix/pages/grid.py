@@ -4,16 +4,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..cells import AXES, VERSIONED, Cell
+from ..cells import AXES, VERSIONED, Cell, spelled
 from ..errors import MatrixError
 from ..results import ENDED
 from ..store import Past, Run, Summary
 from ..versions import related
 from ..views import common
 from ..views.ranges import Writer, ranges
-from .ask import ALL, minor
-
-_SHORT = {"none": "no FA", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "torch": "torch's FA"}
+from .ask import ALL, is_question, minor
 
 #: A FlashAttention, a device and a Python: the cells that share them are one table for each of their values of own axes.
 Facet = tuple[str, str, str]
@@ -108,7 +106,8 @@ def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entr
         fit = {cell: one for cell, one in entries.items() if related(cell.axes.get(axis, ""), asked[axis])}
         entries = fit or entries
     yours = [minor(asked[axis]) if axis in asked else "" for axis in ("transformers", "torch")]
-    facets, tabs = choose(_about(filters, asked, entries), entries)
+    shown = _existing(filters, asked, entries)
+    facets, tabs = choose(shown, entries)
     own = {cell: one for cell, one in entries.items() if facet(cell) in facets}
     counts = Counter(state for one in own.values() for state in one.states)
     if state := filters["state"]:
@@ -125,7 +124,7 @@ def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entr
         "filters": filters,
         "yours": yours,
         "tabs": tabs,
-        "lines": lines(filters, facets, entries),
+        "lines": lines(shown, facets, entries),
         "counts": counts,
         "entries": own,
         "blocks": blocks,
@@ -140,14 +139,14 @@ def _usual_day(own: Mapping[Cell, Entry], rows: Iterable[tuple[str, Iterable[Cel
     return max(days, key=lambda day: (days[day], day), default="")
 
 
-def _about(filters: Filters, asked: Mapping[str, str], entries: Iterable[Cell]) -> Filters:
-    """The filters with the FlashAttention and the Python of the question, if there are such cells and no filter says otherwise."""
-    kernel, python = asked.get("flash_attention", ""), minor(asked["python"]) if "python" in asked else ""
-    if not (filters["flash_attention"] or filters["device"]) and any(one.flash_attention == kernel for one in entries):
-        filters = {**filters, "flash_attention": kernel}
-    alike = [cell for cell in entries if filters["flash_attention"] in ("", cell.flash_attention)]
-    if not filters["python"] and any(cell.python == python for cell in alike):
-        filters = {**filters, "python": python}
+def _existing(filters: Filters, asked: Mapping[str, str], entries: Iterable[Cell]) -> Filters:
+    """The choice of the grid. A question may be about a FlashAttention, a device or a Python that no cell has."""
+    if "python" in asked:
+        filters = {**filters, "python": minor(asked["python"])}
+    if is_question(asked):
+        for axis in ("flash_attention", "device", "python"):
+            alike = [cell for cell in entries if filters[spelled(axis)] in ("", ALL, getattr(cell, axis))]
+            filters, entries = (filters, alike) if alike else ({**filters, spelled(axis): ""}, entries)
     return filters
 
 
@@ -170,8 +169,8 @@ def choose(filters: Filters, entries: Mapping[Cell, Entry]) -> tuple[set[Facet],
     """
     every = sorted({facet(cell) for cell in entries}, key=lambda one: common.kernel_place((*one[:2], ())))
     counts = counted(entries)
-    kernel, device, python = filters["flash_attention"], filters["device"], filters["python"]
-    _check("flash_attention", kernel, [one[0] for one in every])
+    kernel, device, python = filters["flash-attn"], filters["device"], filters["python"]
+    _check("flash-attn", kernel, [one[0] for one in every])
     _check("device", device, [one[1] for one in every])
     kernels = [*dict.fromkeys(one[:2] for one in every if one in counts)]
     if kernel or device:
@@ -189,22 +188,19 @@ def choose(filters: Filters, entries: Mapping[Cell, Entry]) -> tuple[set[Facet],
 
     kernel_tabs = [
         tab(
-            f"{_SHORT.get(one[0], one[0])} · {common.DEVICES.get(one[1], one[1])}",
+            f"{one[0]} · {common.DEVICES.get(one[1], one[1])}",
             chosen == [one],
             [one],
             _pythons("", counts, [one]),
-            flash_attention=one[0],
-            device=one[1],
-            python="",
+            **{"flash-attn": one[0], "device": one[1], "python": ""},
         )
         for one in kernels
     ]
-    every_kernel = tab(
-        "all", chosen == kernels, kernels, _pythons(python, counts, kernels), flash_attention=ALL, device=""
-    )
+    more = {"flash-attn": ALL, "device": ""}
+    every_kernel = tab("all", chosen == kernels, kernels, _pythons(python, counts, kernels), **more)
     python_tabs = [tab(one, some == [one], chosen, [one], python=one) for one in pythons]
     every_python = tab("all", some == pythons, chosen, pythons, python=ALL)
-    tabs = {"FlashAttention and device": [*kernel_tabs, every_kernel], "Python": [*python_tabs, every_python]}
+    tabs = {"flash-attn and device": [*kernel_tabs, every_kernel], "python": [*python_tabs, every_python]}
     return {one for one in own if one[2] in some}, tabs
 
 
@@ -236,7 +232,7 @@ def lines(filters: Filters, facets: Collection[Facet], entries: Mapping[Cell, En
         own = {cell: one for cell, one in kinds[kind].items() if cell.python in pythons}
         its = Counter(word for one in own.values() for word in one.counted)
         if its["cells"]:
-            where = {**filters, "flash_attention": kind[0], "device": kind[1], "state": ""}
+            where = {**filters, "flash-attn": kind[0], "device": kind[1], "state": ""}
             chosen = any(one[:2] == kind[:2] for one in facets)
             parts = _parts(own, Writer(own, others), len(pythons))
             found.append(Line(common.kernel_name(*kind), pythons, where, chosen, its, parts))

@@ -12,7 +12,8 @@ from urllib.parse import quote, urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ..cells import Cell
+from ..axes import Axes
+from ..cells import Cell, spelled
 from ..store import Past
 from ..views import common
 from ..words import clean, plural
@@ -96,7 +97,7 @@ def environment() -> Environment:
         "KERNELS": common.KERNELS,
         "DEVICES": common.DEVICES,
     }
-    made.globals |= {"SIGNS": common.SIGNS, "FIELDS": ask.FIELDS}
+    made.globals |= {"SIGNS": common.SIGNS, "spelled": spelled}
     made.globals |= {"HEADLINES": ask.HEADLINES, "CLOSENESS": ask.CLOSENESS}
     made.globals |= {"grid_cell": _grid_cell, "entry_of": lambda *past: entry(Past(*past))}
     return made

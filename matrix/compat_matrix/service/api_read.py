@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema, model_validator
 from starlette.exceptions import HTTPException
 
-from ..cells import NAME, WORD, Device, FlashAttention
+from ..cells import NAME, OLD, WORD, Device, FlashAttention, axis_of, spelled
 from ..errors import MatrixError
 from ..pages import logs
 from ..pages.render import environment
@@ -46,7 +46,9 @@ Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
 _RUN = "A run's id or its beginning, its label, latest or latest~1."
 RunPath = Annotated[str, Path(min_length=1, max_length=100, description=_RUN)]
 CellPath = Annotated[str, Path(pattern=f"^{NAME}$", description="As py312-tf5.23-torch2.15-fa4-cuda.")]
-AxisPath = Annotated[str, Path(pattern=f"^{WORD}$", description="The name of an axis, such as transformers.")]
+AxisPath = Annotated[
+    str, Path(pattern=f"^(flash-attn|{WORD})$", description="The name of an axis, such as transformers.")
+]
 BadgeValue = Annotated[str, Path(pattern=r"^[a-z0-9._]{1,40}$", description="As in the names of cells.")]
 
 
@@ -69,7 +71,15 @@ class _Page(_Asked):
 
 
 class _WithOwn(BaseModel, extra="allow"):
-    """Further parameters are the project's own axes, such as ``peft=0.18``."""
+    """Further parameters are the project's own axes, such as ``peft=0.18``. Old spellings of axes are accepted."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        names = Counter(OLD.get(name, name) for name in given)
+        if twice := next((name for name, count in names.items() if count > 1), None):
+            raise MatrixError(f"{twice}: it is given in two spellings, and may be given once")
+        return {OLD.get(name, name): value for name, value in given.items()}
 
     def given(self, site: Site) -> dict[str, str]:
         """The values that a cell must have; a further parameter that isn't an own axis is refused."""
@@ -83,7 +93,7 @@ class _WithOwn(BaseModel, extra="allow"):
 class _Combination(_WithOwn):
     transformers: Version | None = Field(None, description="A release such as 5.9.0, or 5.9 for any of its patches.")
     torch: Version | None = Field(None, description="As transformers; what follows a plus sign makes no difference.")
-    flash_attention: FlashAttention | None = Field(None, alias="flash_attn", description="Which FlashAttention.")
+    flash_attention: FlashAttention | None = Field(None, alias="flash-attn", description="Which FlashAttention.")
     python: Version | None = Field(None, description="Such as 3.12.")
     device: Device | None = None
     limit: int = Field(5, ge=1, le=100, description="Of the tested combinations in the answer.")
@@ -94,7 +104,7 @@ class _CellPage(_Page, _WithOwn):
     python: Release | None = Field(None, description="As in the names of cells.")
     transformers: Release | None = None
     torch: Release | None = None
-    flash_attention: FlashAttention | None = None
+    flash_attention: FlashAttention | None = Field(None, alias="flash-attn")
     device: Device | None = None
     state: State | None = None
     kind: Kind | None = None
@@ -216,7 +226,8 @@ def atlas(site: Current, nothing: Nothing) -> Response:
 @router.get("/badges/{axis}/{value}.svg", **_of("image/svg+xml"))
 def badge_of(site: Current, axis: AxisPath, value: BadgeValue, nothing: Nothing) -> Response:
     """A badge image with the number of cells that pass, for one value of an axis."""
-    states = Counter(one.summary.state for one in site.store.newest() if one.cell.axes.get(axis) == value)
+    newest, field, axis = site.store.newest(), axis_of(axis), spelled(axis_of(axis))
+    states = Counter(one.summary.state for one in newest if one.cell.axes.get(field) == value)
     if not states:
         raise HTTPException(404, f"no cell has {axis} {value}")
     ended = sum(states[verdict] for verdict in ENDED)

@@ -9,7 +9,8 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from ..cells import values_of
+from ..cells import OLD, values_of
+from ..errors import MatrixError
 from ..expressions import Expression
 from ..pages import ask, grid, runs, seams
 from ..pages import cell as cell_page
@@ -47,7 +48,10 @@ def _live(request: Request) -> bool:
 @router.get("/")
 def the_home(request: Request, site: Current) -> Response:
     """The question, its answer and the grid."""
-    given = [(name, value) for name, value in request.query_params.multi_items() if value and name != "live"]
+    pairs = request.query_params.multi_items()
+    if any(name in OLD for name, _ in pairs):
+        return RedirectResponse(_links(request)(**ask.renamed(pairs)))
+    given = [(name, value) for name, value in pairs if value and name != "live"]
     own, store = site.own_axes(), site.store
     chosen = ask.read(given, own)
     asked = ask.asked(chosen, own)
@@ -61,7 +65,8 @@ def the_home(request: Request, site: Current) -> Response:
     else:
         entries = {cell: grid.entry(None, excluded=why) for cell, why in site.served.items()}
         entries |= {one.cell: grid.entry(one, one.cell in running) for one in newest}
-    answer = site.answer(asked, newest=newest) if asked and not run and not _live(request) else None
+    answers = ask.is_question(asked) and not run and not _live(request)
+    answer = site.answer(asked, newest=newest) if answers else None
     if chosen["only"]:
         condition = Expression(chosen["only"], values_of(entries))
         entries = {cell: one for cell, one in entries.items() if condition(cell)}

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field, InstanceOf, JsonValue, PlainSerializer, TypeAdapter
+from pydantic import BaseModel, Field, InstanceOf, JsonValue, PlainSerializer, TypeAdapter, computed_field
 
-from ..cells import AXES, Cell
+from ..cells import AXES, Cell, spelled
 from ..results import CellResult, Figure, Kind, Outcome, Output
 from ..store import Past, Run, State, Summary
 from ..words import clean
@@ -33,6 +33,18 @@ Object = Annotated[Mapping[str, Any], PlainSerializer(plain, return_type=dict[st
 NamedCell = Annotated[Cell, PlainSerializer(lambda cell: clean(cell.name), return_type=str)]
 
 
+#: The name of an axis, in JSON as people write it.
+Axis = Annotated[str, PlainSerializer(spelled, return_type=str)]
+#: Values by axis, in JSON also by the names that people write.
+ByAxis = Annotated[
+    dict[str, str | None],
+    PlainSerializer(
+        lambda values: values | {spelled(axis): value for axis, value in values.items()},
+        return_type=dict[str, str | None],
+    ),
+]
+
+
 class Model(BaseModel, from_attributes=True):
     """Made of an object's attributes, or of values by name."""
 
@@ -54,7 +66,10 @@ class Shim(Model):
 
 
 class CellState(Model):
-    """A cell in a run, with the project's own axes in `extra`; fields are null until it has a result."""
+    """A cell in a run, with the project's own axes in `extra`; fields are null until it has a result.
+
+    JSON has `flash_attention` as ``flash-attn``, too.
+    """
 
     cell: NamedCell
     python: str
@@ -71,6 +86,12 @@ class CellState(Model):
     seconds: float | None
     attempt: int | None
     tests: dict[Outcome, int] | None
+
+    @computed_field(alias="flash-attn")  # type: ignore[prop-decorator]
+    @property
+    def flash_attn(self) -> str:
+        """As `flash_attention`."""
+        return self.flash_attention
 
     @classmethod
     def of(cls: type[T], past: Past, **more: Any) -> T:

@@ -17,7 +17,7 @@ from ..results import FINE, Output, Summary
 from ..store import Past, Store
 from ..versions import parsed, related, release, same
 from . import explain
-from .facts import CellState, Model, NamedCell, Shim
+from .facts import Axis, ByAxis, CellState, Model, NamedCell, Shim
 from .rules import Rule, Rules, deciding
 
 #: ``wrong``: something computes wrong numbers. ``refused``: a rule of the axes excludes it. ``unknown``: never run.
@@ -64,7 +64,7 @@ def wanted(axes: Mapping[str, str | None]) -> dict[str, str]:
 class Difference(Model):
     """An axis on which a tested combination differs from the requested one."""
 
-    axis: str
+    axis: Axis
     asked: str
     tested: str
 
@@ -200,7 +200,7 @@ class Answer(Model):
         refusals: the excluded ones among the requested combinations, the reasons for the verdict first.
     """
 
-    asked: dict[str, str | None]
+    asked: ByAxis
     match: Match
     verdict: Verdict
     kind: str | None

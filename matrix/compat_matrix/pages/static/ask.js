@@ -44,7 +44,7 @@ function pasted(text) {
   if (!found.transformers && !found.torch) throw "neither transformers nor torch is in this text, as in the line torch==2.11.0";
   const own = flash.filter((name) => found[name]).map((name) => `${name} ${found[name]}`);
   if (own.length > 1) throw `${own.join(" and ")} are there: type the one that you use`;
-  return { tf: found.transformers || "", pt: found.torch || "", fa: own[0] || "none" };
+  return { transformers: found.transformers || "", torch: found.torch || "", "flash-attn": own[0] || "none" };
 }
 
 // A version as its release, its suffix, and whether it is a pre-release; null for anything else.
@@ -142,7 +142,7 @@ function neverRun(asked, alike, axes) {
   if (alike.length) return alike[0].reason;
   const none = axes.filter((axis) => !(MATRIX.values[axis] || []).some((value) => related(value, asked[axis])));
   if (!none.length || !Object.keys(MATRIX.values).length) return "no run has planned it";
-  return `the matrix has no ${none.map((axis) => `${axis} ${asked[axis]}`).join(" and no ")}`;
+  return `the matrix has no ${none.map((axis) => `${axis.replace("flash_attention", "flash-attn")} ${asked[axis]}`).join(" and no ")}`;
 }
 
 // The answer to a question: its verdict, how exact it is, the reason, the verdict on each device, the evidence, failures next to it, and
@@ -214,9 +214,9 @@ function read(values, fields) {
   }
   for (const [axis, [name, example]] of Object.entries(fields)) {
     const text = typed[name].trim().replace(/^["'`]+|["'`,;]+$/g, "");
-    const word = !["tf", "pt", "fa", "py"].includes(name) && /^[a-z][a-z0-9_]*$/i.test(text);
+    const word = !["transformers", "torch", "flash-attn", "python"].includes(name) && /^[a-z][a-z0-9_]*$/i.test(text);
     try {
-      asked[axis] = !text ? "" : word ? text.toLowerCase() : name === "fa" ? flashAttention(text.toLowerCase()) : release(text, axis, example);
+      asked[axis] = !text ? "" : word ? text.toLowerCase() : name === "flash-attn" ? flashAttention(text.toLowerCase()) : release(text, axis, example);
     } catch (error) {
       errors[name] = String(error);
     }
