@@ -235,7 +235,8 @@ def _with_figures(store: Store, runs: int) -> Cell:
     (cell,) = cells(["5.0"], ["2.11"])
     for n in range(runs):
         run = store.new_run([cell], revision=f"{n:08d}0000")
-        figures = tuple(Figure(f"step time, {name}", n + at, "ms") for at, name in enumerate(("fa4", "torch")))
+        values = {"fa4": n * 1e-6, "torch": 41.23456}
+        figures = tuple(Figure(f"step time, {name}", value, "ms") for name, value in values.items())
         store.add(run, passed(cell, tests=[Test("t", "passed", 0.1, figures=figures)]))
     return cell
 
@@ -264,6 +265,7 @@ def test_figures_are_plotted_with_commits_and_zoom(open_page: Open, tmp_path: Pa
             last.focus()
             page.keyboard.press("Enter")
             assert shown().startswith("00000030")
+            assert page.locator(".plot .u-value").all_inner_texts()[1:] == ["3e-5", "41.23"]
             assert painted() != every
             box = page.locator(".u-over").bounding_box()
             page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 40)
@@ -289,7 +291,7 @@ def test_figures_are_plotted_with_commits_and_zoom(open_page: Open, tmp_path: Pa
             # Without JavaScript the table has the values.
             page = open_page(f"{address}/cells/{cell}", java_script_enabled=False)
             row = page.locator(".plot tbody tr").first
-            assert row.inner_text().split()[-3:] == ["00000039", "39", "40"]
+            assert row.inner_text().split()[-3:] == ["00000039", "3.9e-05", "41.23"]
             assert row.is_visible()
             report.write(store, tmp_path / "site")
             page = open_page((tmp_path / "site" / "cells" / f"{cell}.html").as_uri())
@@ -643,17 +645,17 @@ def test_the_screenshots(open_page: Open, demo: tuple[str, service_demo.Demo]) -
     folder.mkdir(parents=True, exist_ok=True)
     at = _addresses(made)
     for name, path, scheme, size in (
-        ("grid", at["grid"], "light", {"width": 1100, "height": 900}),
-        ("grid-dark", at["grid"], "dark", {"width": 1100, "height": 900}),
+        ("grid", at["grid"], "light", {"width": 1100, "height": 1150}),
+        ("grid-dark", at["grid"], "dark", {"width": 1100, "height": 1150}),
+        ("grid-phone", at["grid"], "light", {"width": 390, "height": 1500}),
         ("answer", at["answer"], "light", {"width": 1100, "height": 560}),
         ("answer-phone", at["answer"], "light", PHONE),
-        ("cell", at["cell"], "light", {"width": 1100, "height": 860}),
+        ("cell", at["cell"], "light", {"width": 1100, "height": 1300}),
         ("diff", at["diff"], "light", {"width": 1100, "height": 560}),
         ("seams", at["seams"], "light", {"width": 1100, "height": 560}),
         ("status", at["status"], "light", {"width": 1100, "height": 460}),
-        ("runs", at["runs"], "light", {"width": 1100, "height": 460}),
-        ("submit", at["submit"], "light", {"width": 1100, "height": 1000}),
-        ("run", at["run-running"], "light", {"width": 1100, "height": 620}),
+        ("runs", at["runs"], "light", {"width": 1100, "height": 600}),
+        ("runs-phone", at["runs"], "light", PHONE),
     ):
         page = open_page(address + path, color_scheme=scheme, viewport=size)
         page.screenshot(path=folder / f"{name}.png")

@@ -8,6 +8,11 @@ function padded(low, high) {
   return [low - more, high + more];
 }
 
+function short(value) {
+  const rounded = Number((value ?? NaN).toPrecision(4));
+  return Number.isNaN(rounded) ? "" : rounded && Math.abs(rounded) < 1e-3 ? rounded.toExponential() : String(rounded);
+}
+
 function drawn(section) {
   const table = section.querySelector("details table");
   const rows = [...table.tBodies[0].rows].reverse();
@@ -24,7 +29,7 @@ function drawn(section) {
     width: 1.5,
     points: { show: true, size: 5 },
     spanGaps: true,
-    value: (_, value) => (value === null || value === undefined ? "" : String(Number(value.toPrecision(4)))),
+    value: (_, value) => short(value),
   }));
   const axis = { stroke: colour("faint"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 } };
   const size = () => ({ width: section.clientWidth, height: 220 });
@@ -39,7 +44,7 @@ function drawn(section) {
       series: [{ label: names[0], value: (_, at) => (commits[at] || []).join(" ") }, ...lines],
       axes: [
         { ...axis, size: 46, space: 76, incrs: [1, 2, 5, 10, 20, 50], values: (_, ticks) => ticks.map((at) => (commits[at] || []).join("\n")) },
-        { ...axis, size: 64 },
+        { ...axis, size: 64, values: (_, ticks) => ticks.map(short) },
       ],
     },
     [rows.map((_, at) => at), ...lines.map((_, place) => values(place + 1))],
