@@ -345,7 +345,7 @@ def test_ranges_have_every_cell_once(demo: tuple[Get, service_demo.Demo, Store])
     filters = {**ask.read([]), "python": "all"}
     cells = [
         (cell, part.word)
-        for line in grid.lines(filters, (), entries)
+        for line in grid.lines(filters, (), entries, grid.counted(entries))
         for part in line.parts
         for _, some in part.ranges
         for cell in some

@@ -33,13 +33,6 @@ class Entry(NamedTuple):
         return self.past.summary.verdict if self.past else None
 
     @property
-    def counted(self) -> list[str]:
-        """What it counts as: a cell, one that failed, one without a result. An excluded one doesn't count."""
-        if self.word == "excluded":
-            return []
-        return ["cells", *["failed"][: self.verdict == "failed"], *["open"][: self.verdict not in ENDED]]
-
-    @property
     def states(self) -> set[str]:
         """The states that it counts for."""
         return {self.state, "running"} if self.running else {self.state}
@@ -107,7 +100,8 @@ def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entr
         entries = fit or entries
     yours = [minor(asked[axis]) if axis in asked else "" for axis in ("transformers", "torch")]
     shown = _existing(filters, asked, entries)
-    facets, tabs = choose(shown, entries)
+    every = counted(entries)
+    facets, tabs = choose(shown, every)
     own = {cell: one for cell, one in entries.items() if facet(cell) in facets}
     counts = Counter(state for one in own.values() for state in one.states)
     if state := filters["state"]:
@@ -124,7 +118,7 @@ def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entr
         "filters": filters,
         "yours": yours,
         "tabs": tabs,
-        "lines": lines(shown, facets, entries),
+        "lines": lines(shown, facets, entries, every),
         "counts": counts,
         "entries": own,
         "blocks": blocks,
@@ -151,24 +145,28 @@ def _existing(filters: Filters, asked: Mapping[str, str], entries: Iterable[Cell
 
 
 def counted(entries: Mapping[Cell, Entry]) -> dict[Facet, Counter[str]]:
-    """The counts of the facets that exist."""
+    """By facet, the number of its cells, of those that failed, and of those without a result; excluded ones don't count."""
     found: dict[Facet, Counter[str]] = {}
     for cell, one in entries.items():
+        own = found.setdefault(facet(cell), Counter())
         if one.word != "excluded":
-            found.setdefault(facet(cell), Counter()).update(one.counted)
+            verdict = one.verdict
+            own["cells"] += 1
+            own["failed"] += verdict == "failed"
+            own["open"] += verdict not in ENDED
     return found
 
 
-def choose(filters: Filters, entries: Mapping[Cell, Entry]) -> tuple[set[Facet], dict[str, list[Tab]]]:
-    """The facets that a page shows, and all to choose from.
+def choose(filters: Filters, every: Mapping[Facet, Counter[str]]) -> tuple[set[Facet], dict[str, list[Tab]]]:
+    """The facets that a page shows, of those that `counted` has returned, and all to choose from.
 
     By default it shows the first FlashAttention with results, and the newest Python that has some of it.
 
     Raises:
         MatrixError: there is no such FlashAttention, device or Python.
     """
-    every = sorted({facet(cell) for cell in entries}, key=lambda one: common.kernel_place((*one[:2], ())))
-    counts = counted(entries)
+    every = dict(sorted(every.items(), key=lambda item: common.kernel_place((*item[0][:2], ()))))
+    counts = {one: own for one, own in every.items() if own["cells"]}
     kernel, device, python = filters["flash-attn"], filters["device"], filters["python"]
     _check("flash-attn", kernel, [one[0] for one in every])
     _check("device", device, [one[1] for one in every])
@@ -219,9 +217,11 @@ def _pythons(python: str, counts: Mapping[Facet, Counter[str]], kernels: Collect
     return every if python else (tested or every)[:1]
 
 
-def lines(filters: Filters, facets: Collection[Facet], entries: Mapping[Cell, Entry]) -> list[Line]:
+def lines(
+    filters: Filters, facets: Collection[Facet], entries: Mapping[Cell, Entry], every: Mapping[Facet, Counter[str]]
+) -> list[Line]:
     """What works with each FlashAttention on each device, and a project's own axes, on the Pythons that the filter means."""
-    counts = counted(entries)
+    counts = {one: own for one, own in every.items() if own["cells"]}
     others = {(cell.python, cell.transformers, cell.torch): cell for cell in entries}.values()
     kinds: dict[common.Kind, dict[Cell, Entry]] = {}
     for cell, one in entries.items():
@@ -230,7 +230,7 @@ def lines(filters: Filters, facets: Collection[Facet], entries: Mapping[Cell, En
     for kind in sorted(kinds, key=common.kernel_place):
         pythons = _pythons(filters["python"], counts, [kind[:2]])
         own = {cell: one for cell, one in kinds[kind].items() if cell.python in pythons}
-        its = Counter(word for one in own.values() for word in one.counted)
+        its = sum(counted(own).values(), Counter())
         if its["cells"]:
             where = {**filters, "flash-attn": kind[0], "device": kind[1], "state": ""}
             chosen = any(one[:2] == kind[:2] for one in facets)

@@ -127,12 +127,13 @@ class _Report:
     def _grids(self) -> Iterable[_Page]:
         """The grid of each facet, found by following the tabs from the first page on."""
         todo: list[Mapping[str, str]] = [ask.read([], self.own)]
-        default, _ = grid.choose(todo[0], self.entries)
+        every = grid.counted(self.entries)
+        default, _ = grid.choose(todo[0], every)
         pages: dict[str, _Page] = {}
         seen = set()
         for filters in todo:
             address = self.address(**filters)
-            chosen, tabs = grid.choose(filters, self.entries)
+            chosen, tabs = grid.choose(filters, every)
             if address in seen or len(chosen) > 1:
                 continue
             seen.add(address)
