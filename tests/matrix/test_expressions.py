@@ -41,7 +41,7 @@ def conditions(draw: st.DrawFn, depth: int = 3) -> tuple[str, Any]:
         every = all if kind == "and" else any
         return text, lambda cell: every(means(cell) for _, means in parts)
     axis = draw(st.sampled_from(AXES))
-    written = draw(st.sampled_from(["fa", axis])) if axis == "flash_attention" else axis
+    written = draw(st.sampled_from(["fa", "flash-attn", "flash_attn", axis])) if axis == "flash_attention" else axis
     quote = draw(st.sampled_from(["", '"', "'"]))
     if kind == "in":
         values = draw(st.lists(value_of(axis), min_size=1, max_size=3))

@@ -643,6 +643,29 @@ def test_a_choice_of_grids_is_no_question(demo: tuple[Get, service_demo.Demo, St
     assert "Python 3.12, no FlashAttention, CPU" in page.text
 
 
+def test_the_answer_is_for_the_device_that_is_given_or_for_each(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, _, _ = demo
+
+    def answer(address: str) -> str:
+        return " ".join(_page(get(address)).text.partition("An empty field stands for any.")[2].split()).partition(
+            " What works"
+        )[0]
+
+    never = answer("/?transformers=5.9&torch=2.11&flash-attn=fa2")
+    assert "○ It was never run Only its neighbours were run" in never
+    assert "CPU: ⊘ It is excluded FlashAttention has kernels for CUDA alone" in never
+    assert "GPU: ○ It was never run" in never
+    assert "GPU: ○ It was never run" not in (
+        on_cpu := answer("/?transformers=5.9&torch=2.11&flash-attn=fa2&device=cpu")
+    )
+    assert "⊘ It is excluded A rule of the axes says so, for every patch release. FlashAttention has kernels" in on_cpu
+    for address in ("/?torch=2.14&flash-attn=fa2", "/?torch=2.15.1&flash-attn=fa2&device=cuda&python=3.12"):
+        assert "for every patch release. flash-attn compiles as C++17" in answer(address)
+    assert "It was never run" in (outside := answer("/?transformers=5.40"))
+    assert "the matrix has no transformers 5.40" in outside
+    _page(get("/?device=tpu"), 422)
+
+
 def test_a_release_that_is_none_is_refused(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get, _, _ = demo
     assert "a release such as 5.9.0" in _page(get("/?torch=%3E%3D2"), 422).text

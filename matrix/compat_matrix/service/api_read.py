@@ -157,7 +157,7 @@ def compat(site: Current, asked: Annotated[_Combination, Query()]) -> Response:
 
 @router.get("/runs", response_model=Runs)
 def runs(site: Current, asked: Annotated[_RunPage, Query()]) -> Response:
-    """The runs, newest first."""
+    """The runs, in the order in which the store received them, the last one first."""
     where = asked.model_dump(include={"label", "state", "partial"})
     found = site.store.runs(asked.limit + 1, site.run(asked.cursor).id if asked.cursor else "", **where)
     shown = found[: asked.limit]

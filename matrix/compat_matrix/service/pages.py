@@ -97,7 +97,11 @@ def the_cell(request: Request, site: Current, name: str, asked: Annotated[_Asked
 
 @router.get("/runs")
 def the_runs(request: Request, site: Current) -> Response:
-    """The list of runs, newest first."""
+    """The list of runs, those that began last first, with the form that submits one."""
+    return _runs(request, site)
+
+
+def _runs(request: Request, site: Site, submitted: Mapping[str, str] = {}, refused: str = "") -> Response:
     before = request.query_params.get("before", "")
     every = site.store.runs()
     rows = runs.by_commit(every)
