@@ -233,7 +233,7 @@ def test_the_pages_of_a_cell_without_transformers_and_torch(tmp_path: Path) -> N
         report.write(store, tmp_path / "site")
         with TestClient(create_app(store, None, Settings()), base_url="http://127.0.0.1") as client:
             pages = [client.get("/").text, (tmp_path / "site" / "index.html").read_text()]
-            asked = client.get("/", params={"py": PYTHON}).text
+            asked = client.get("/", params={"transformers": "", "python": PYTHON}).text
     for text in pages:
         assert '<th scope="row" data-value="">-</th>' in text
         assert "ok" in text

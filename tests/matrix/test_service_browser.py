@@ -578,6 +578,12 @@ def test_the_question_on_a_phone(open_page: Open, demo: tuple[str, service_demo.
     releases = page.locator(".grid tbody th").first.bounding_box()
     assert column["x"] >= releases["x"] + releases["width"] - 1
     assert column["x"] + column["width"] <= PHONE["width"]
+    # A field alone is a question, too.
+    page.goto(address)
+    page.get_by_label("flash-attn", exact=True).fill("flash-attn-4 4.0.0b36")
+    page.get_by_role("button", name="Check").click()
+    page.wait_for_url("**transformers=&flash-attn=fa4")
+    assert "It works" in page.locator("#answer").inner_text()
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])

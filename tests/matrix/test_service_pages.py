@@ -618,6 +618,7 @@ def test_does_my_combination_work(demo: tuple[Get, service_demo.Demo, Store]) ->
             "transformers=5.9.1&torch=2.11&flash-attn=fa4&python=3.12&device=cuda",
         ),
         ("flash_attention=fa4&device=cuda&python=3.12", "flash-attn=fa4&device=cuda&python=3.12"),
+        ("fa=fa4&tf=", "transformers=&flash-attn=fa4"),
         ("flash_attn=fa4&state=&only=torch==2.11", "flash-attn=fa4&only=torch%3D%3D2.11"),
         # A choice of the grid was kept beside a question; the question counts.
         ("flash_attention=fa2&python=3.11&tf=5.9&fa=fa4&py=3.12", "flash-attn=fa4&python=3.12&transformers=5.9"),
@@ -635,7 +636,9 @@ def test_a_choice_of_grids_is_no_question(demo: tuple[Get, service_demo.Demo, St
     text = get("/?flash-attn=fa4&device=cuda").text
     assert 'class="verdict"' not in text
     assert 'class="line chosen"' in text
-    assert "Below is what works with it" in text
+    assert "What works with it is below." in text
+    # As the form sends it, with empty fields.
+    assert 'class="verdict"' in get("/?transformers=&torch=&flash-attn=fa4&device=cuda&python=").text
     assert 'class="verdict"' in get("/?transformers=5.9").text
     # A question may be about what no cell has; its grid is the default one.
     page = _page(get("/?transformers=5.9&flash-attn=fa3&python=3.9"))

@@ -1,6 +1,6 @@
 """The first page's parameters: the filters of the grid, and the question *does my combination work?*, whose form `ask.js` reads."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from ..cells import OLD, Cell, spelled
 from ..errors import MatrixError
@@ -75,9 +75,10 @@ def own_axes(cells: Iterable[Cell]) -> dict[str, str]:
 
 def renamed(given: Iterable[tuple[str, str]]) -> dict[str, str]:
     """The parameters of an address, old spellings as today's. A field of the form was another parameter than a choice of the grid: it counts."""
-    pairs = [*given]
+    pairs = [(name, value) for name, value in given if value]
     chosen = {OLD.get(name, name): value for name, value in pairs if name not in _FORM}
-    return chosen | {OLD[name]: value for name, value in pairs if name in _FORM}
+    asked = {OLD[name]: value for name, value in pairs if name in _FORM}
+    return chosen | ({"transformers": ""} | asked if asked else {})
 
 
 def fields(own: Mapping[str, str] = {}) -> dict[str, str]:
@@ -91,9 +92,9 @@ def asked(filters: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
     return wanted({axis: value if value not in ("", ALL) else None for axis, value in values.items()})
 
 
-def is_question(asked: Mapping[str, str]) -> bool:
-    """Whether a combination is more than a choice of grids, of which the page says what works anyway."""
-    return not asked.keys() <= {"flash_attention", "device", "python"}
+def is_question(asked: Mapping[str, str], given: Container[str]) -> bool:
+    """Whether parameters are from the form, which has transformers even if it is empty; else they only choose a grid."""
+    return bool(asked) and ("transformers" in given or not asked.keys() <= {"flash_attention", "device", "python"})
 
 
 def minor(version: str) -> str:

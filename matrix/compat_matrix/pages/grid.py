@@ -11,7 +11,7 @@ from ..store import Past, Run, Summary
 from ..versions import related
 from ..views import common
 from ..views.ranges import Writer, ranges
-from .ask import ALL, is_question, minor
+from .ask import ALL, minor
 
 #: A FlashAttention, a device and a Python: the cells that share them are one table for each of their values of own axes.
 Facet = tuple[str, str, str]
@@ -89,7 +89,9 @@ def of_run(run: Run, summary: Mapping[Cell, Summary], running: Collection[Cell] 
     return {cell: entry(Past(cell, run, one), cell in running) for cell, one in summary.items()}
 
 
-def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entry]) -> dict[str, Any]:
+def home(
+    filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entry], *, question: bool = False
+) -> dict[str, Any]:
     """The values of the grid on the first page, with the filters of `ask.read` and the combination in the form.
 
     Raises:
@@ -99,7 +101,7 @@ def home(filters: Filters, asked: Mapping[str, str], entries: Mapping[Cell, Entr
         fit = {cell: one for cell, one in entries.items() if related(cell.axes.get(axis, ""), asked[axis])}
         entries = fit or entries
     yours = [minor(asked[axis]) if axis in asked else "" for axis in ("transformers", "torch")]
-    shown = _existing(filters, asked, entries)
+    shown = _existing(filters, asked, entries, question)
     every = counted(entries)
     facets, tabs = choose(shown, every)
     own = {cell: one for cell, one in entries.items() if facet(cell) in facets}
@@ -133,11 +135,11 @@ def _usual_day(own: Mapping[Cell, Entry], rows: Iterable[tuple[str, Iterable[Cel
     return max(days, key=lambda day: (days[day], day), default="")
 
 
-def _existing(filters: Filters, asked: Mapping[str, str], entries: Iterable[Cell]) -> Filters:
+def _existing(filters: Filters, asked: Mapping[str, str], entries: Iterable[Cell], question: bool) -> Filters:
     """The choice of the grid. A question may be about a FlashAttention, a device or a Python that no cell has."""
     if "python" in asked:
         filters = {**filters, "python": minor(asked["python"])}
-    if is_question(asked):
+    if question:
         for axis in ("flash_attention", "device", "python"):
             alike = [cell for cell in entries if filters[spelled(axis)] in ("", ALL, getattr(cell, axis))]
             filters, entries = (filters, alike) if alike else ({**filters, spelled(axis): ""}, entries)

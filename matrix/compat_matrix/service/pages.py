@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any
+from urllib.parse import parse_qsl, urlencode
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
@@ -50,7 +51,7 @@ def the_home(request: Request, site: Current) -> Response:
     """The question, its answer and the grid."""
     pairs = request.query_params.multi_items()
     if any(name in OLD for name, _ in pairs):
-        return RedirectResponse(_links(request)(**ask.renamed(pairs)))
+        return RedirectResponse(f"{_links(request)()}?{urlencode(ask.renamed(pairs))}")
     given = [(name, value) for name, value in pairs if value and name != "live"]
     own, store = site.own_axes(), site.store
     chosen = ask.read(given, own)
@@ -65,12 +66,12 @@ def the_home(request: Request, site: Current) -> Response:
     else:
         entries = {cell: grid.entry(None, excluded=why) for cell, why in site.served.items()}
         entries |= {one.cell: grid.entry(one, one.cell in running) for one in newest}
-    answers = ask.is_question(asked) and not run and not _live(request)
-    answer = site.answer(asked, newest=newest) if answers else None
+    question = ask.is_question(asked, request.query_params)
+    answer = site.answer(asked, newest=newest) if question and not run and not _live(request) else None
     if chosen["only"]:
         condition = Expression(chosen["only"], values_of(entries))
         entries = {cell: one for cell, one in entries.items() if condition(cell)}
-    values = grid.home(chosen, asked, entries) | {"newest": store.last()}
+    values = grid.home(chosen, asked, entries, question=question) | {"newest": store.last()}
     values |= {"fields": ask.fields(own), "answer": answer, "run": run, "active": bool(running)}
     return shown(request, "home", **values)
 

@@ -273,7 +273,7 @@ function show(form) {
   place.replaceChildren();
   if (Object.keys(errors).length || !Object.values(asked).some(Boolean)) return;
   if (typeof MATRIX === "undefined") {
-    const given = Object.entries(fields).map(([axis, [name]]) => [name, asked[axis]]).filter(([, text]) => text);
+    const given = Object.entries(fields).map(([axis, [name]]) => [name, asked[axis]]).filter(([name, text]) => text || name === "transformers");
     location.assign(`${form.getAttribute("action")}?${new URLSearchParams(given)}`);
     return;
   }
