@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer
@@ -117,7 +118,7 @@ class CellResult:
     attempt: Annotated[int, Field(ge=1, le=1_000_000)] = 1
 
 
-@lru_cache(1000)  # a page has hundreds of runs, and reading one takes as long as a query
+@lru_cache(1000)  # a page of figures asks for each of hundreds of runs, and a parser takes a third of a millisecond
 def options_of(command: str) -> Mapping[str, str | bool]:
     """The options in a command that change what its cells test, with their values."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

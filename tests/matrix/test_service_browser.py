@@ -28,6 +28,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, Request, expect, sync_playwright
 from served import served
 from stored import cells, failed, passed, stored, unfinished
+from waiting import LONG
 
 from compat_matrix.axes import load
 from compat_matrix.cells import Cell
@@ -348,7 +349,6 @@ def test_a_running_cell_ends_before_the_eyes_of_the_reader(open_page: Open, tmp_
             expect(shown).to_have_attribute(
                 "aria-label",
                 f"ok: transformers {cell.transformers}, torch {cell.torch}",
-                timeout=15_000,
             )
             # The page isn't reloaded: the focus stays.
             assert page.evaluate("document.activeElement.getAttribute('href')") == f"/cells/{cell}"
@@ -662,6 +662,8 @@ def test_the_screenshots(open_page: Open, demo: tuple[str, service_demo.Demo]) -
         ("status", at["status"], "light", {"width": 1100, "height": 460}),
         ("runs", at["runs"], "light", {"width": 1100, "height": 600}),
         ("runs-phone", at["runs"], "light", PHONE),
+        ("submit", at["submit"], "light", {"width": 1100, "height": 1000}),
+        ("run", at["run-running"], "light", {"width": 1100, "height": 620}),
     ):
         page = open_page(address + path, color_scheme=scheme, viewport=size)
         page.screenshot(path=folder / f"{name}.png")

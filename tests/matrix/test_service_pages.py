@@ -30,7 +30,7 @@ from compat_matrix.axes import load
 from compat_matrix.cells import Cell
 from compat_matrix.errors import MatrixError
 from compat_matrix.pages import ask, grid, report
-from compat_matrix.pages.render import Links
+from compat_matrix.pages.render import Links, code
 from compat_matrix.results import CellResult, Figure, Test
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import Settings

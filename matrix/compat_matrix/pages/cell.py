@@ -1,10 +1,12 @@
 """The page of a cell."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 from ..cells import Cell
+from ..results import Test
 from ..store import Measured, Past, Run, Store
 from ..store.submissions import Running
 from ..views import common, explain, trend
@@ -58,11 +60,15 @@ def values(
     if found is None or past is None:
         return made
     failed = explain.alike(one for one in found.tests if one.bad)
+    by_outcome: dict[str, list[Test]] = defaultdict(list)
+    for test in found.tests:
+        by_outcome[test.outcome].append(test)
     python, measured = found.environment.get("python"), store.series(cell)
     packed = logs.packed_log(store, past.run.id, cell, found.attempt)
     return made | {
         "failed": [(_error(lines), some) for lines, some in failed[:_REPORTS]],
         "failed_more": [one for _, some in failed[_REPORTS:] for one in some],
+        "tests_by_outcome": by_outcome,
         "figures": explain.figures(measured),
         "plots": plots(measured),
         "installed": ({"Python": python} if isinstance(python, str) else {}) | explain.installed(found),

@@ -12,7 +12,6 @@ from urllib.parse import quote, urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ..axes import Axes
 from ..cells import Cell, spelled
 from ..store import Past
 from ..views import common
@@ -101,6 +100,11 @@ def environment() -> Environment:
     made.globals |= {"HEADLINES": ask.HEADLINES, "CLOSENESS": ask.CLOSENESS}
     made.globals |= {"grid_cell": _grid_cell, "entry_of": lambda *past: entry(Past(*past))}
     return made
+
+
+def code(text: str) -> Markup:
+    """A text as HTML, in which what stands between backticks is code."""
+    return Markup(re.sub(r"(`+)(.+?)\1", r"<code>\2</code>", str(escape(clean(text)))))
 
 
 def _grid_cell(address: str, cell: Cell, entry: Entry, usual: str) -> Markup:

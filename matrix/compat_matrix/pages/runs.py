@@ -1,11 +1,14 @@
 """The pages of runs: all of them, one, and the changes between two."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
-from ..cells import Cell
+from ..cells import Cell, parse
+from ..results import ENDED
 from ..store import Past, Run, State, Store
 from ..store.submissions import Running
 from ..views import diff
@@ -99,12 +102,29 @@ def _by_error(entries: Mapping[Cell, grid.Entry]) -> list[tuple[str, str, str, l
     return sorted(found.values(), key=lambda one: -len(one[3]))
 
 
-def of_one(store: Store, run: Run, active: Sequence[Running] = (), can: str = "") -> dict[str, Any]:
-    """The values of a run's page, with its cells that are running, and the action that can be taken."""
-    entries = grid.of_run(run, store.summary(run.id), {one.cell for one in active})
-    counts = Counter(one.state for one in entries.values())
-    parts = newest_first(store.parts(run.id))
-    return {"run": run, "active": active, "can": can, "groups": grid.groups(entries), "counts": counts, "parts": parts}
+def of_one(
+    store: Store, run: Run, active: Sequence[Running] = (), can: str = "", queue: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """The values of a run's page, with its cells that are running, the action that can be taken, and the runs that wait."""
+    summary = store.summary(run.id)
+    entries = grid.of_run(run, summary, {one.cell for one in active})
+    before, own = next(((place, one) for place, one in enumerate(queue) if one.run == run.id), (0, None))
+    again = {parse(name): attempt for name, attempt in json.loads(own.again).items()} if own else {}
+    open_ = [cell for cell, one in summary.items() if one.state == "unfinished" or one.attempt == again.get(cell)]
+    took = [one.seconds for one in summary.values() if one.verdict in ENDED]
+    return {
+        "run": run,
+        "active": active,
+        "can": can,
+        "groups": grid.groups(entries),
+        "counts": Counter(one.state for one in entries.values()),
+        "to_run": len(open_),
+        "done": sum(one.state != "excluded" for one in summary.values()) - len(open_),
+        "left": median(took) * len(open_) / len(active) if took and active else None,
+        "before": before,
+        "waits": own,
+        "parts": newest_first(store.parts(run.id)),
+    }
 
 
 def changes(store: Store, two: tuple[Run, Run] | None) -> dict[str, Any]:

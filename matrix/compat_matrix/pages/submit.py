@@ -4,13 +4,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from ..cells import Cell
+from ..cells import Cell, axis_of, spelled
 from ..errors import MatrixError
 from ..expressions import Expression, is_release
 from ..results import ENDED
 from ..store import Store
 from ..views import common
-from .ask import FIELDS
 
 #: The fields besides the check boxes of the axes. The last one differs in every form that is sent to a browser.
 OTHERS = ("only", "all", "suite", "label", "form")
@@ -44,7 +43,7 @@ class Form(NamedTuple):
     def condition(self) -> str | None:
         """The condition on cells; None if nothing is chosen."""
         ticked = [
-            f"{axis}=={values[0]}" if len(values) == 1 else f"{axis} in ({', '.join(values)})"
+            f"{spelled(axis)}=={values[0]}" if len(values) == 1 else f"{spelled(axis)} in ({', '.join(values)})"
             for axis, values in self.chosen.items()
         ]
         only = [f"({self.only})" if ticked and "or" in self.only.split() else self.only] if self.only else []
@@ -57,12 +56,13 @@ def read(given: Iterable[tuple[str, str]], axes: Mapping[str, Collection[str]]) 
     errors: dict[str, str] = {}
     others = dict.fromkeys(OTHERS, "") | {"suite": "default"}
     for name, value in given:
+        axis = axis_of(name)
         if name in others:
             others[name] = value.strip()
-        elif name in axes and value in axes[name]:
-            chosen.setdefault(name, []).append(value)
-        elif name in axes:
-            errors[name] = f"There is no cell with {name} {common.one_line(value, 40)}."
+        elif axis in axes and value in axes[axis]:
+            chosen.setdefault(axis, []).append(value)
+        elif axis in axes:
+            errors[axis] = f"There is no cell with {name} {common.one_line(value, 40)}."
     ordered = {axis: chosen[axis] for axis in axes if axis in chosen}
     suite, label, number = (others[one] for one in OTHERS[2:])
     form = Form(ordered, others["only"], bool(others["all"]), suite, label, number, errors)
@@ -85,7 +85,7 @@ def choices(axes: Mapping[str, Collection[str]], form: Form) -> dict[str, tuple[
             continue
         some = common.by_version(values)[::-1] if all(map(is_release, values)) else values
         boxes = [(one, names.get(axis, {}).get(one, one), one in form.chosen.get(axis, ())) for one in some]
-        found[axis] = (FIELDS[axis][1] if axis in FIELDS else axis, boxes)
+        found[axis] = (spelled(axis), boxes)
     return found
 
 

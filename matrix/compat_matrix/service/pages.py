@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
@@ -11,7 +11,6 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from ..cells import OLD, values_of
-from ..errors import MatrixError
 from ..expressions import Expression
 from ..pages import ask, grid, runs, seams
 from ..pages import cell as cell_page
@@ -51,7 +50,7 @@ def the_home(request: Request, site: Current) -> Response:
     """The question, its answer and the grid."""
     pairs = request.query_params.multi_items()
     if any(name in OLD for name, _ in pairs):
-        return RedirectResponse(f"{_links(request)()}?{urlencode(ask.renamed(pairs))}")
+        return RedirectResponse(f"{links(request)()}?{urlencode(ask.renamed(pairs))}")
     given = [(name, value) for name, value in pairs if value and name != "live"]
     own, store = site.own_axes(), site.store
     chosen = ask.read(given, own)
@@ -98,20 +97,15 @@ def the_cell(request: Request, site: Current, name: str, asked: Annotated[_Asked
 
 @router.get("/runs")
 def the_runs(request: Request, site: Current) -> Response:
-    """The list of runs, those that began last first, with the form that submits one."""
-    return _runs(request, site)
-
-
-def _runs(request: Request, site: Site, submitted: Mapping[str, str] = {}, refused: str = "") -> Response:
+    """The list of runs, those that began last first."""
     before = request.query_params.get("before", "")
     every = site.store.runs()
     rows = runs.by_commit(every)
     if before:
         rows = rows[1 + next(place for place, row in enumerate(rows) if site.run(before) in row) :]
-    return _shown(
+    return shown(
         request,
         "runs",
-        status=422 if refused else 200,
         batches=runs.batches(site.store, rows[:_RUNS]),
         choices=runs.wholes(every)[: runs.SEARCHED],
         more=len(rows) > _RUNS,
@@ -140,7 +134,7 @@ def the_diff(request: Request, site: Current, old: str = "", new: str = "") -> R
     earlier = [one for one in every[every.index(run) if run else 0 :] if not one.partial]
     two = (site.run(old), run) if old and run else runs.last_two(site.store, [run, *earlier] if run else earlier)
     listed = runs.wholes([*every[:_RUNS], *(two or ())])
-    return _shown(request, "diff", **runs.changes(site.store, two), runs=listed)
+    return shown(request, "diff", **runs.changes(site.store, two), runs=listed)
 
 
 @router.get("/seams")
