@@ -9,11 +9,10 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from kernel_compat.patching.seam import Read
 from kernel_compat.releases import TRANSFORMERS, minors
 from kernel_compat_atlas.index import Index
 from kernel_compat_atlas.published import Cache
-from kernel_compat_atlas.releases import Release, select
+from kernel_compat_atlas.releases import select
 from kernel_compat_atlas.seams import installed_shims, read_seams
 
 PAGE = Path(__file__).with_name("names.md")
@@ -43,23 +42,13 @@ def main() -> int:
     index, shims = Index(), installed_shims()
     order = minors(TRANSFORMERS)
     releases = select("transformers", f"{order[0]}-{order[-1]}", index.files("transformers"))
-    findings = read_seams({"transformers": releases}, shims, index, Cache(None, lambda note: None)).findings
-    label: dict[Release, str] = dict(zip(releases, order, strict=True))
+    seams = read_seams({"transformers": releases}, shims, index, Cache(None, lambda note: None))
+    label = dict(zip(releases, order, strict=True))
     lines = []
-    for shim in shims:
-        for seam in shim.seams if shim.distribution == "transformers" else ():
-            if not isinstance(seam, Read):
-                continue
-            claimed = [one for one in releases if seam.applies_to(str(one.version))]
-            found = {label[one]: findings[one][seam.target] for one in claimed}
-            there = {release for release, what in found.items() if what.kind != "missing" or what.on_instances}
-            start = f"| `{shim.name}` | `{seam.target.removeprefix('transformers.')}` |"
-            if not seam.roles:
-                lines.append(f"{start} | {runs(order, there)} |")
-            for spelling in (spelling for role in seam.roles for spelling in role):
-                named = {r for r in there if (signature := found[r].parsed) and spelling in signature.parameters}
-                if named:
-                    lines.append(f"{start} `{spelling}` | {runs(order, named)} |")
+    for read in seams.reads():
+        name = f" `{read.name}`" if read.name else ""
+        start = f"| `{read.shim}` | `{read.target.removeprefix('transformers.')}` |{name} |"
+        lines.append(f"{start} {runs(order, {label[one] for one in read.releases})} |")
     PAGE.write_text(HEAD.format(order[0], order[-1]) + "\n".join(lines) + "\n", encoding="utf-8")
     return 0
 

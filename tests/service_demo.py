@@ -229,6 +229,16 @@ ATLAS = {
         + [{"version": f"5.{n}.0", "requires_python": ">=3.10" if n < 21 else ">=3.11"} for n in range(24)],
         "torch": [{"version": f"2.{n}.0", "requires_python": ">=3.10"} for n in range(10, 16)],
     },
+    "reads": [
+        {
+            "distribution": "transformers",
+            "shim": "reads_models",
+            "target": "transformers.cache_utils:Cache.update",
+            "name": name,
+            "releases": [f"5.{n}.0" for n in places],
+        }
+        for name, places in (("layer_idx", range(24)), ("cache_kwargs", [0, *range(3, 8)]), ("", [23]))
+    ],
     "seams": [
         {
             "distribution": "transformers",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from rich.console import Console
 from rich.text import Text
 
+from kernel_compat.patching.seam import Read
 from kernel_compat.patching.shim import Shim, discover
 
 from .errors import AtlasError
@@ -21,6 +23,27 @@ from .releases import Release
 from .scan import Disagreement, Event, Findings, check, claims, heading, history, history_table, read
 from .upstream import SEAMS, distribution_of
 from .words import plural
+
+
+@dataclass(frozen=True)
+class NameRead:
+    """A name that the library reads of a distribution without replacing it.
+
+    Attributes:
+        shim: the shim that verifies it.
+        name: the parameter of the target that is read; empty if the target itself is.
+        releases: those of the releases that were read that have it, oldest first.
+    """
+
+    distribution: str
+    shim: str
+    target: str
+    name: str
+    releases: Sequence[Release]
+
+    def as_json(self) -> dict[str, Any]:
+        """Its fields."""
+        return {**vars(self), "releases": [str(one.version) for one in self.releases]}
 
 
 @dataclass(frozen=True)
@@ -51,6 +74,23 @@ class Seams:
         """The names of the shims that replace a seam."""
         return [shim.name for shim in self.shims if target in {seam.target for seam in shim.seams}]
 
+    def reads(self) -> Iterator[NameRead]:
+        """The names that the library reads, by shim, seam and role."""
+        for shim in self.shims:
+            claimed = [one for one in self.releases.get(shim.distribution, ()) if claims(shim, one)]
+            for seam in shim.seams:
+                if not isinstance(seam, Read):
+                    continue
+                found = {one: self.findings[one][seam.target] for one in claimed if seam.applies_to(str(one.version))}
+                there = {one: what for one, what in found.items() if what.kind != "missing" or what.on_instances}
+                read = partial(NameRead, shim.distribution, shim.name, seam.target)
+                if not seam.roles:
+                    yield read("", [*there])
+                for name in chain(*seam.roles):
+                    named = [one for one, what in there.items() if what.parsed and name in what.parsed.parameters]
+                    if named:
+                        yield read(name, named)
+
     def as_json(self, notes: Sequence[str], checked: bool) -> dict[str, Any]:
         """Everything that was found, with the wrong claims if they were checked."""
         wrong = {"check": {"disagreements": [one.as_json() for one in self.disagreements]}} if checked else {}
@@ -66,6 +106,7 @@ class Seams:
                 for distribution, targets in self.targets.items()
                 for target in targets
             ],
+            "reads": [one.as_json() for one in self.reads()],
             "notes": [*notes],
             **wrong,
         }

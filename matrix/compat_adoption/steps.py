@@ -176,7 +176,7 @@ def names(one: Adoption) -> Found:
                 found.write.append(
                     f"end the versions of the shim {disagreement.shim} before {version}, and write the next one"
                 )
-    for seam in (*document["seams"], *document.get("reads", ())):
+    for seam in document["seams"]:
         for event in seam["history"][-1:]:
             if event["release"] == version and event["what"] != "there" and one.before is not None:
                 near = renames.moved(seam["target"], old, new) if event["what"] == "vanished" else event["text"]

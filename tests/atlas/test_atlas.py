@@ -478,6 +478,27 @@ def test_history_and_edges_of_a_seam(index: Server, atlas: Callable[..., Any]) -
     assert answer["code"] == 0
 
 
+def test_the_names_that_are_read_with_the_releases_that_have_them(
+    index: Server, atlas: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers(index.folder, "5.0.0", "def _lazy_imports(impl): ...")
+    transformers(index.folder, "5.1.0", "def _lazy_imports(implementation, past=None): ...\nflag = True")
+    transformers(index.folder, "5.2.0", "def _lazy_imports(implementation): ...\nflag = True")
+    transformers(index.folder, "5.3.0", "")
+    both = Read(f"{UTILS}:_lazy_imports", roles=(("implementation", "impl"), ("past",), ("never",)))
+    early, replaced = Read(f"{UTILS}:flag", versions="<5.2"), Seam(f"{UTILS}:flag")
+    reading = shim("reads", ">=5.0,<5.3", both, early, replaced, distribution="transformers")
+    monkeypatch.setattr(cli, "installed_shims", lambda note: [reading])
+    found = atlas("--transformers", "5.0-5.3")["reads"]
+    assert {(one["shim"], one["distribution"]) for one in found} == {("reads", "transformers")}
+    assert [(one["target"], one["name"], one["releases"]) for one in found] == [
+        (f"{UTILS}:_lazy_imports", "implementation", ["5.1.0", "5.2.0"]),
+        (f"{UTILS}:_lazy_imports", "impl", ["5.0.0"]),
+        (f"{UTILS}:_lazy_imports", "past", ["5.1.0"]),
+        (f"{UTILS}:flag", "", ["5.1.0"]),
+    ]
+
+
 def test_the_tables_say_the_same(
     index: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -771,7 +771,8 @@ def _hostile_atlas() -> dict[str, object]:
     text = HOSTILE.replace("\udc80", "")  # not valid in JSON
     event = {"release": text, "what": text, "text": text, "new": [text], "gone": [text]}
     seam = {"distribution": text, "target": text, "shims": [text], "history": [event]}
-    return {"releases": {text: [{"version": text}]}, "seams": [seam], "notes": [text]}
+    read = {"distribution": text, "shim": text, "target": text, "name": text, "releases": [text, "of no release"]}
+    return {"releases": {text: [{"version": text}]}, "seams": [seam], "reads": [read], "notes": [text]}
 
 
 def test_a_log_of_100_mb(store: Store, get: Get) -> None:
@@ -939,6 +940,9 @@ def test_seams(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     assert "(implementation, ...) \N{BALLOT X} certain nothing" in text
     assert "+attention_wrapper +allow_all_kernels \N{MINUS SIGN}force_import" in text
     assert ">=3.9, >=3.10 since 5.0.0, >=3.11 since 5.21.0" in text
+    read = page.text.partition("What is read")[2]
+    names = re.findall(r"transformers.cache_utils:Cache.update\s+(.*)\s+reads_models", read)
+    assert names == ["layer_idx 5.0.0 to 5.23.0", "cache_kwargs 5.0.0, 5.3.0 to 5.7.0", "5.23.0"]
     text = " ".join(_page(get("/seams?distribution=torch")).text.split())
     assert "since 2.10.0 or before (query" in text
     assert "without is_causal" in text

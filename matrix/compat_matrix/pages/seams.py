@@ -1,4 +1,4 @@
-"""The last stored atlas as a timeline: a column per release, a row per seam."""
+"""The last stored atlas as a timeline, a column per release and a row per seam, and as a table of the names that are read."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..store import Store, documents
+from ..views.ranges import Releases
 
 
 def values(store: Store) -> dict[str, dict[str, Any]]:
@@ -13,7 +14,7 @@ def values(store: Store) -> dict[str, dict[str, Any]]:
     found = documents.kept(store, documents.ATLAS)
     if not found:
         return {"": {"atlas": None}}
-    atlas = {"seams": [], "notes": [], "check": {}} | json.loads(found[0].content)
+    atlas = {"seams": [], "reads": [], "notes": [], "check": {}} | json.loads(found[0].content)
     common = {"atlas": atlas, "made": found[0].made}
     return {name: {**common, **_timeline(atlas, name)} for name in atlas["releases"]} or {"": common}
 
@@ -27,7 +28,10 @@ def _timeline(atlas: Mapping[str, Any], distribution: str) -> dict[str, Any]:
             pythons[one["version"]] = python
     own = [seam for seam in atlas["seams"] if seam["distribution"] == distribution]
     seams = [(seam, _spans(seam["history"], releases)) for seam in own]
-    return {"distribution": distribution, "releases": releases, "pythons": pythons, "seams": seams}
+    write = Releases(releases)
+    named = [one for one in atlas["reads"] if one["distribution"] == distribution]
+    read = [(one, write(release for release in one["releases"] if release in releases)) for one in named]
+    return {"distribution": distribution, "releases": releases, "pythons": pythons, "seams": seams, "reads": read}
 
 
 def _spans(history: Sequence[Mapping[str, Any]], releases: Sequence[str]) -> list[tuple[Mapping[str, Any], int]]:
