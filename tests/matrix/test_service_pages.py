@@ -22,6 +22,7 @@ pytest.importorskip("fastapi", reason="the service needs kernel-compat-matrix[se
 
 import requests
 import service_demo
+from report_site import shown
 from served import served
 from stored import START, cells, failed, passed, stored
 
@@ -1111,5 +1112,5 @@ def test_a_run_of_two_parts_leads_to_the_results_of_both(store: Store, get: Get,
     assert "no two runs" in _page(get("/diff")).text
     report.write(store, tmp_path / "site", [runs[0]])
     for run in runs:
-        text = (tmp_path / "site" / "runs" / f"{run}.html").read_text()
+        text = shown(tmp_path / "site", f"runs/{run}.html")
         assert len(re.findall(r'href="\.\./cells/', text)) == 2

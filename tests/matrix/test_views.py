@@ -9,7 +9,6 @@ import shlex
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from report_site import pages_of, shown
 from stored import SHIMS, cells, failed, not_run, passed, stored
 
 from compat_matrix import words
@@ -561,46 +561,11 @@ def test_one_of_a_kind_has_no_plural(store: Store, call: Command, capsys: pytest
 # report
 
 
-class _Page(HTMLParser):
-    """A page's links and ids, and whether every table has a label."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.ids: list[str] = []
-        self.labels: list[str] = []
-        self.tags: list[str] = []
-        self.scripts: list[str] = []
-        self.open: list[str] = []
-        self.unscoped = 0
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.tags.append(tag)
-        self.scripts += [given.get("src") or "in the page"] if tag == "script" else []
-        assert not [name for name in given if name.startswith("on") or name == "style"]
-        self.links += [given[name] or "" for name in ("href", "src") if name in given]
-        self.ids += [given["id"] or ""] if "id" in given else []
-        self.labels += [given["aria-labelledby"] or ""] if "aria-labelledby" in given else []
-        self.unscoped += tag == "th" and given.get("scope") not in ("row", "col")
-        if tag not in ("meta", "link", "br", "input"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def _pages(folder: Path) -> dict[Path, _Page]:
-    return {path: _Page(path.read_text(encoding="utf-8")) for path in folder.rglob("*.html")}
-
-
 def test_report(store: Store, call: Command, tmp_path: Path) -> None:
     old, new = two_runs(store)
     site = tmp_path / "site"
     assert call(report, str(site)) == 0
-    pages = _pages(site)
+    pages = pages_of(site)
     assert {path.relative_to(site).as_posix() for path in pages} == {
         "index.html",
         "runs.html",
@@ -612,8 +577,9 @@ def test_report(store: Store, call: Command, tmp_path: Path) -> None:
     }
     for path, page in pages.items():
         assert page.open == []
-        own = ["keys.js", "answers.js", "ask.js"] if path.name == "index.html" else ["keys.js"]
-        assert [Path(one).name for one in page.scripts] == own
+        own = {"index": ["answers.js", "ask.js"], "cells": ["lines.js"]}
+        scripts = ["keys.js", *own.get(path.stem, own.get(path.parent.name, []))]
+        assert [Path(one).name for one in page.scripts] == scripts
         assert page.unscoped == 0
         assert page.tags.count("h1") == 1
         assert len(set(page.ids)) == len(page.ids)
@@ -625,7 +591,7 @@ def test_report(store: Store, call: Command, tmp_path: Path) -> None:
             assert not fragment or fragment in pages[target].ids
     index = (site / "index.html").read_text()
     assert f'href="cells/{OLD[1]}.html" aria-label="seam: transformers 4.57, torch 2.11"' in index
-    cell = (site / f"cells/{OLD[1]}.html").read_text()
+    cell = shown(site, f"cells/{OLD[1]}.html")
     for said in (
         "f is gone",
         "test_names.py::test_fine",
@@ -634,7 +600,7 @@ def test_report(store: Store, call: Command, tmp_path: Path) -> None:
         f"kernel-compat-matrix run {OLD[1]}",
     ):
         assert said in cell
-    assert '<th scope="row">tf5</th><td><span class="shim applied">' in (site / f"cells/{OLD[2]}.html").read_text()
+    assert '<th scope="row">tf5</th><td><span class="shim applied">' in shown(site, f"cells/{OLD[2]}.html")
     assert "Broke: 1" in (site / "diff.html").read_text()
 
 
@@ -657,12 +623,12 @@ def test_a_report_shows_text_and_runs_nothing(store: Store, call: Command, tmp_p
     site = tmp_path / "in" / "site"
     assert call(report, str(site)) == 0
     assert [*(tmp_path / "in").iterdir()] == [site]
-    pages = _pages(site)
+    pages = pages_of(site)
     assert len(pages) == 6
     for path, page in pages.items():
         text = path.read_text(encoding="utf-8")
         assert not set(text) & {"\x1b", "\x07", "\x00", "\r", "\u202e", "\udc80"}
-        assert {Path(one).name for one in page.scripts} <= {"keys.js", "answers.js", "ask.js"}
+        assert {Path(one).name for one in page.scripts} <= {"keys.js", "answers.js", "ask.js", "lines.js"}
         assert "b" not in page.tags
     answers = (site / "answers.js").read_text(encoding="utf-8")
     assert "<script>" not in answers
@@ -798,7 +764,7 @@ def test_a_report_of_one_facet_and_of_many(store: Store, call: Command, tmp_path
     assert call(report, str(tmp_path / "site")) == 0
     grids = {path.name for path in (tmp_path / "site").glob("*.html")} - {"runs.html", "diff.html", "types.html"}
     assert grids == {"index.html", "grid-none-cpu-3.11.html", "grid-fa4-cuda-3.12.html"}
-    for path, page in _pages(tmp_path / "site").items():
+    for path, page in pages_of(tmp_path / "site").items():
         for link in page.links:
             file = unquote(link.partition("#")[0])
             assert not file or (path.parent / file).resolve().is_file(), f"{path}: {link}"

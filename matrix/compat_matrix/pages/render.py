@@ -9,7 +9,8 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
+from jinja2.runtime import Context
 from markupsafe import Markup, escape
 
 from ..cells import Cell, spelled
@@ -18,6 +19,7 @@ from ..views import common
 from ..words import clean, plural
 from . import ask
 from .grid import Entry, entry
+from .shared import if_marked, marked
 
 #: The name in the header for a project that has none.
 NAME = "kernel-compat-matrix"
@@ -89,7 +91,7 @@ def environment() -> Environment:
         finalize=lambda value: clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
     made.filters |= {one.__name__: one for one in (common.moment, common.duration, common.counted, plural, code)}
-    made.filters["shell"] = shlex.join
+    made.filters |= {"shell": shlex.join, "shared": _shared, "if_shared": if_marked}
     made.globals |= {
         "one_line": common.one_line,
         "kernel_name": common.kernel_name,
@@ -105,6 +107,12 @@ def environment() -> Environment:
 def code(text: str) -> Markup:
     """A text as HTML, in which what stands between backticks is code."""
     return Markup(re.sub(r"(`+)(.+?)\1", r"<code>\2</code>", str(escape(clean(text)))))
+
+
+@pass_context
+def _shared(context: Context, piece: str, wanted: bool = True) -> str:
+    """A piece of a page that others may repeat; a report keeps it once, if that is wanted."""
+    return marked(piece) if wanted and not context["links"].live else piece
 
 
 def _grid_cell(address: str, cell: Cell, entry: Entry, usual: str) -> Markup:

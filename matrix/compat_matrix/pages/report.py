@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -20,9 +21,13 @@ from ..views.verdicts import ORDER, Judge, Known, in_order
 from . import ask, grid, runs, seams
 from . import cell as cell_page
 from .render import NAME, Links, file_name, render, static_files
+from .shared import Shared
 
 #: The file that marks a folder as a report and lists its files.
 MANIFEST = ".kernel-compat-matrix-report"
+
+#: The script with what several pages repeat, and the licence of the library that draws plots.
+_LINES, _LICENCE = "lines.js", "uPlot-LICENSE.txt"
 
 
 class _Page(NamedTuple):
@@ -63,11 +68,17 @@ def write(store: Store, folder: Path, runs: Sequence[str] | None = None, axes: A
         _refuse_others(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
-            made, old, names = Path(beside, "new"), Path(beside, "old"), [MANIFEST]
+            made, old, names = Path(beside, "new"), Path(beside, "old"), [MANIFEST, _LINES]
+            shared = Shared()
             for name, text in _Report(store, runs, axes).files():
                 (made / name).parent.mkdir(parents=True, exist_ok=True)
                 (made / name).write_text(text, encoding="utf-8")
                 names.append(name)
+                shared.add(text)
+            for path in made.rglob("*.html"):
+                path.write_text(shared.replaced(path.read_text(encoding="utf-8")), encoding="utf-8")
+            code = static_files()[_LINES][0].decode()
+            (made / _LINES).write_text(shared.script(code), encoding="utf-8")
             (made / MANIFEST).write_text("\n".join(names) + "\n", encoding="utf-8")
             if folder.exists():
                 folder.rename(old)
@@ -117,8 +128,9 @@ class _Report:
         pages = [*self._grids(), *self._others()]
         at = {address: page.file for page in pages for address in page.addresses}
         for name, (content, _) in static_files().items():
-            if not name.startswith("htmx"):  # only a service needs it
+            if not name.startswith("htmx") and name != _LINES:  # the one is for a service alone, the other for a report
                 yield name, content.decode()
+        yield _LICENCE, (files("compat_matrix") / "pages/static" / _LICENCE).read_text(encoding="utf-8")
         yield "answers.js", answers(self.judge, Links("", at))
         for page in pages:
             links = Links("../" * page.file.count("/"), at)
@@ -165,12 +177,13 @@ class _Report:
                 addresses = [address("seams", distribution=name), *([] if number else [address("seams")])]
                 yield _Page(file, "seams", addresses, partial(dict, shown))
         yield _Page("types.html", "types", [address("types")], architectures.values)
-        for past in self.newest:
-            if past.summary.verdict is not None:
-                name, parts = past.cell.name, [one.id for one in self.runs if one.whole == past.run.whole]
-                addresses = [address("cells", name, run=one) for one in ("", *parts)]
-                addresses.append(address("cells", name, run=past.run.id, attempt=past.summary.attempt))
-                yield _Page(file_name("cells/", name), "cell", addresses, partial(self._cell, past))
+        # By time: what later results share comes after what earlier ones do, whose pages stay as they are.
+        ended = ((past.summary.started, past) for past in self.newest if past.summary.started)
+        for _, past in sorted(ended):
+            name, parts = past.cell.name, [one.id for one in self.runs if one.whole == past.run.whole]
+            addresses = [address("cells", name, run=one) for one in ("", *parts)]
+            addresses.append(address("cells", name, run=past.run.id, attempt=past.summary.attempt))
+            yield _Page(file_name("cells/", name), "cell", addresses, partial(self._cell, past))
 
     def _cell(self, past: Past) -> dict[str, Any]:
         history = [one for one in self.store.history(past.cell) if one.run in self.runs]
