@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import lzma
 import runpy
 from pathlib import Path
 
@@ -131,6 +132,16 @@ def docs(session: nox.Session) -> None:
     session.install("--editable", ".", *NEIGHBOURS, "--group", "docs")
     session.run("python", "docs/generate.py", "--check")
     session.run("mkdocs", "build", "--strict", "--site-dir", f"{session.create_tmp()}/site", *session.posargs)
+
+
+@nox.session
+def site(session: nox.Session) -> None:
+    """The published site, of the results in docs/compatibility.sqlite.xz. The argument after -- is its folder."""
+    session.install("--editable", ".", *NEIGHBOURS, "--editable", "atlas", "--editable", "matrix")
+    results = Path(session.create_tmp(), "results.sqlite").absolute()
+    results.write_bytes(lzma.decompress(Path("docs/compatibility.sqlite.xz").read_bytes()))
+    folder = session.posargs or [f"{results.parent}/site"]
+    session.run("kernel-compat-matrix", "report", "--store", str(results), *folder)
 
 
 @nox.session(tags=["ci"])

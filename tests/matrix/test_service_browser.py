@@ -7,6 +7,7 @@ screenshots.
 from __future__ import annotations
 
 import dataclasses
+import lzma
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is no
 import service_demo
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, Request, expect, sync_playwright
+from report_site import folder_served, shown
 from served import served
 from stored import cells, failed, passed, stored, unfinished
 from waiting import LONG
@@ -60,6 +62,15 @@ LOOKS = {
 }
 
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+
+#: The elements and the text of this page, and those of a text, without plots, and what is for browsers without JavaScript.
+CONTENTS = """(text) => [document, new DOMParser().parseFromString(text, "text/html")].map((one) => {
+    one.querySelectorAll("noscript, .plot > div, .zoom").forEach((hidden) => hidden.remove());
+    const names = [...one.body.querySelectorAll("*")].map((element) => element.tagName);
+    return [names.join(" "), one.body.textContent.replace(/\\s+/g, "")];
+})"""
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 Open = Callable[..., Page]
 
@@ -626,6 +637,46 @@ def test_a_report_works_without_a_server(open_page: Open, tmp_path: Path, size: 
     page = open_page(index, java_script_enabled=False)
     assert page.locator("#ask").is_hidden()
     assert "Find its transformers and its torch in the grid." in page.locator("main").inner_text()
+
+
+@pytest.mark.parametrize("below", ["file", "path"])
+def test_the_published_site(open_page: Open, browser: Browser, tmp_path: Path, below: str) -> None:
+    """The pages of the committed results, as files and below a path of a server."""
+    site, results = tmp_path / "some" / "site", tmp_path / "results.sqlite"
+    results.write_bytes(lzma.decompress((DOCS / "compatibility.sqlite.xz").read_bytes()))
+    with Store.open(str(results), create=False) as store:
+        report.write(store, site, axes=load(DOCS.parent / "matrix" / "axes.toml"))
+    axe, rules = Axe(), RULES | {"preload": below == "path"}  # a page of a file can't read its own styles
+    with folder_served(tmp_path) as address:
+        first = f"{address}/some/site/index.html" if below == "path" else (site / "index.html").as_uri()
+        root = first.removesuffix("index.html")
+        page = open_page(first)
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        # A page of each kind: the first page, the grid of a kernel, a cell with figures, one that has none, those of runs ...
+        kinds = {re.sub(r"-.*|\d.*", "", str(path.relative_to(site))): path for path in sorted(site.rglob("*.html"))}
+        for path in [*kinds.values(), max((site / "cells").iterdir(), key=lambda one: one.stat().st_size)]:
+            name = path.relative_to(site).as_posix()
+            page.goto(f"{root}{name}")
+            page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+            found = axe.run(page, options=rules)
+            assert found.violations_count == 0, f"{name}: {found.generate_report()}"
+            assert page.evaluate("document.documentElement.scrollWidth") <= DESKTOP["width"], name
+            assert page.locator("template").count() == 0
+            # What pages share is at its place.
+            here, expected = page.evaluate(CONTENTS, shown(site, name))
+            assert here == expected, name
+        assert asked
+        assert all(one.startswith(root) for one in asked)
+        page.goto(first)
+        page.get_by_label("transformers", exact=True).fill("5.9.1")
+        page.get_by_label("torch", exact=True).fill("2.11.0")
+        page.get_by_role("button", name="Check").click()
+        assert "It works" in page.locator("#answer").inner_text()
+        page.locator("#answer a").first.click()
+        assert page.locator("h1").inner_text().startswith("py312-tf5.9-torch2.11")
+        page = open_page(page.url, java_script_enabled=False)
+        assert "kernel-compat-matrix explain prints them." in " ".join(page.locator("main").inner_text().split())
 
 
 def test_what_a_result_says_does_nothing(open_page: Open, tmp_path: Path) -> None:
