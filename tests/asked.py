@@ -32,7 +32,8 @@ def answered_alike(judge: Judge, asked: Sequence[dict[str, str]]) -> list[Answer
     """The judge's answers, after a comparison with those of the script: verdict, reason, devices and evidence."""
     matrix = json.loads(report.answers(judge, Links()).removeprefix("const MATRIX = ").rstrip(";\n"))
     questions = [{axis: value for axis, value in one.items() if value} for one in asked]
-    found = script(f"{json.dumps(questions)}.map((one) => answer(one))", matrix)
+    call = f"{json.dumps(questions)}.map(answer).map((one) => ({{ ...one, mixed: mixed(one.devices) }}))"
+    found = script(call, matrix)
     answers = []
     for question, one in zip(questions, found, strict=True):
         answer = judge(wanted(question))
@@ -45,6 +46,7 @@ def answered_alike(judge: Judge, asked: Sequence[dict[str, str]]) -> list[Answer
             "evidence": [some.cell for some in answer.evidence],
             "against": [some.cell for some in answer.against],
             "works": answer.works and answer.works.cell,
+            "mixed": answer.mixed,
         }
         one |= {name: [_cell(some) for some in one[name]] for name in ("evidence", "against")}
         said = one | {"works": one["works"] and _cell(one["works"])}

@@ -292,6 +292,21 @@ def test_a_rule_about_patches_is_for_these_alone(tmp_path: Path) -> None:
         assert Judge(store, Rules.of(axes))({"transformers": "5.9.2"}).minor == "passed"
 
 
+def test_what_works_on_one_device_alone_is_no_plain_no(few: Axes, tmp_path: Path) -> None:
+    cpu = next(one for one in few.cells if one.device == "cpu")
+    gpu = next(
+        one
+        for one in few.cells
+        if one.device == "cuda" and (one.transformers, one.torch) == (cpu.transformers, cpu.torch)
+    )
+    with Store.open(str(tmp_path / "store.db")) as store:
+        stored(store, [failed(cpu), passed(gpu)])
+        asked = [{"transformers": cpu.transformers, "torch": cpu.torch}, dict(cpu.axes), dict(gpu.axes)]
+        either, *alone = answered_alike(Judge(store, Rules.of(few)), asked)
+        assert (either.verdict, either.mixed) == ("failed", "It works on GPU, not on CPU")
+        assert [(one.verdict, one.mixed) for one in alone] == [("failed", ""), ("passed", "")]
+
+
 def test_what_was_planned_and_not_run_has_the_reason(few: Axes, tmp_path: Path) -> None:
     cell = next(one for one in few.cells if one.device == "cuda")
     with Store.open(str(tmp_path / "store.db")) as store:

@@ -17,6 +17,7 @@ from ..results import FINE, Output, Summary
 from ..store import Past, Store
 from ..versions import parsed, related, release, same
 from . import explain
+from .common import DEVICES
 from .facts import Axis, ByAxis, CellState, Model, NamedCell, Shim
 from .rules import Rule, Rules, deciding
 
@@ -218,6 +219,13 @@ class Answer(Model):
     def why(self) -> str:
         """The reason on a page, where other patches are evidence, too."""
         return self.reason if self.verdict == self.minor else self.tested[0].reason
+
+    @property
+    def mixed(self) -> str:
+        """Where it works and where it doesn't, if that depends on the device; else empty."""
+        works = [DEVICES[one.device] for one in self.devices if one.verdict in FINE]
+        fails = [DEVICES[one.device] for one in self.devices if one.verdict in ("wrong", "failed")]
+        return f"It works on {' and '.join(works)}, not on {' and '.join(fails)}" if works and fails else ""
 
     @property
     def evidence(self) -> list[Tested]:

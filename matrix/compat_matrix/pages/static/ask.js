@@ -231,12 +231,19 @@ function made(tag, look, ...inside) {
   return one;
 }
 
-// The sign and the headline of a verdict, with how it failed.
-function signed(verdict, kind) {
-  const [state, headline] = MATRIX.headlines[verdict];
+// Where a combination works and where it doesn't, if that depends on the device; else empty.
+function mixed(devices) {
+  const on = (...verdicts) => devices.filter((one) => verdicts.includes(one.verdict)).map((one) => MATRIX.devices[one.device]).join(" and ");
+  const [works, fails] = [on("passed", "flaky", "known"), on("wrong", "failed")];
+  return works && fails ? `It works on ${works}, not on ${fails}` : "";
+}
+
+// The sign and the headline of a verdict, with how it failed; or another headline, beside the sign of a failure that is known.
+function signed(verdict, kind, other) {
+  const [state, headline] = other ? ["known", other] : MATRIX.headlines[verdict];
   const sign = made("span", "", MATRIX.signs[state]);
   sign.ariaHidden = "true";
-  return made("span", `s ${state.replace(" ", "-")}`, sign, ` ${headline}${kind ? `: ${kind}` : ""}`);
+  return made("span", `s ${state.replace(" ", "-")}`, sign, ` ${headline}${kind && !other ? `: ${kind}` : ""}`);
 }
 
 // The verdict on each device.
@@ -279,7 +286,7 @@ function show(form) {
   }
   for (const name of names) if (name !== "text") form.elements[name].value = typed[name];
   const found = answer(asked);
-  place.append(made("p", "verdict", signed(found.verdict, found.kind), " ", made("span", "close", MATRIX.closeness[found.closeness])));
+  place.append(made("p", "verdict", signed(found.verdict, found.kind, mixed(found.devices)), " ", made("span", "close", MATRIX.closeness[found.closeness])));
   if (found.reason) place.append(made("p", "why", found.reason));
   if (found.devices.length > 1 && found.verdict !== "refused") place.append(listedDevices(found));
   if (found.evidence.length) place.append(listed(found.evidence, asked));
