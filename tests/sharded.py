@@ -171,7 +171,8 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
     positions = torch.arange(8)[None] + 8 * rank
     local = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
     for what, given in {
-        "default positions": {},
+        "no positions": {},
+        "default positions": {"position_ids": torch.arange(8)[None]},
         "4D mask": {"attention_mask": local, "position_ids": positions},
     }.items():
         name = f"my_flash_{what.replace(' ', '_')}"
@@ -181,6 +182,11 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
             model(input_ids=ids, **given, use_cache=False)
         except (ValueError, kernel_compat.UnsupportedFeatureError) as error:
             messages[what] = str(error)
+    for split, name in NAMES.items():
+        try:
+            bart(name).model.decoder(input_ids=ids)
+        except kernel_compat.UnsupportedFeatureError as error:
+            messages[f"its own positions, {split}"] = str(error)
     model = load(saved(folder, "llama_gqa"), NAMES["contiguous"])
     cache = model(input_ids=ids, position_ids=positions, use_cache=True).past_key_values
     try:
@@ -193,6 +199,19 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
         ours = model(input_ids=ids, use_cache=False, skip_sequence_parallel=True).logits
         messages["skipped"] = str(float((ours - alone(input_ids=ids, use_cache=False).logits).abs().max()))
     return messages
+
+
+def bart(name: str) -> Any:
+    """A model whose decoder counts positions itself."""
+    sizes = {
+        "d_model": 16,
+        "decoder_layers": 1,
+        "decoder_ffn_dim": 16,
+        "decoder_attention_heads": 2,
+        "vocab_size": VOCAB,
+    }
+    config = transformers.BartConfig(**sizes, is_decoder=True, is_encoder_decoder=False, attn_implementation=name)
+    return transformers.BartForCausalLM(config)
 
 
 if __name__ == "__main__":

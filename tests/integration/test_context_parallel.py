@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import CASES, cases, judged, start
+from sharded import CASES, NAMES, cases, judged, start
 from tiny import NAME
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
@@ -49,6 +49,9 @@ def test_same_numbers_as_one_process(results: dict[str, Any], folder: Path, name
 def test_refused_on_every_rank(results: dict[str, Any]) -> None:
     """No rank waits for another that has raised."""
     for rank, messages in enumerate(results["refused"]):
+        assert "no position_ids, which a model counts from 0 on every rank" in messages["no positions"]
+        for split in NAMES:
+            assert "a model whose forward has no position_ids" in messages[f"its own positions, {split}"]
         own = f"position_ids on rank {rank} are not those of its tokens"
         assert (own if rank else "of the group refuses this call") in messages["default positions"]
         assert "a mask of shape (1, 1, 8, 8)" in messages["4D mask"]

@@ -13,11 +13,12 @@ from torch import Tensor
 from ...errors import UnsupportedFeatureError
 from ...kernels.memo import fixed_shapes, memoised
 from ..call import check_heads, unsupported_argument
+from ..forward_context import ForwardContext
 from ..roles import BIAS, CAUSALITY, KEY_OFFSETS, POSITIONS, QUERY_OFFSETS, SINKS
 from ..tensors import require
 from .all_to_all import all_to_all
 
-__all__ = ["Slice", "check_call", "on_every_rank"]
+__all__ = ["Slice", "check_call", "on_every_rank", "require_positions"]
 
 T = TypeVar("T")
 
@@ -105,6 +106,24 @@ def check_call(
     if sinks is not None:
         kwargs = {**kwargs, SINKS.named(kwargs): sinks.chunk(own.ranks)[own.rank]}
     return mask, kwargs
+
+
+def require_positions(context: ForwardContext) -> None:
+    """Check that a model gets the positions of its tokens: those that it counts itself begin at 0 on every rank.
+
+    Raises:
+        UnsupportedFeatureError: its forward takes none.
+        ValueError: it takes positions, and got none.
+    """
+    arguments, name = context.arguments, POSITIONS.named()
+    if not arguments.takes_positions:
+        raise _unsupported(
+            f"a model whose forward has no {name}", "It counts positions from 0 on every rank: use another name for it."
+        )
+    if arguments.positions is None:
+        raise ValueError(
+            f"no {name}, which a model counts from 0 on every rank then: pass those of the rank's tokens, of the whole sequence"
+        )
 
 
 def _require_spreadable(tensors: tuple[Tensor, Tensor, Tensor], kwargs: dict[str, Any], ranks: int) -> None:

@@ -23,7 +23,7 @@ from ..layout import PackedLayout, SequenceLayout
 from ..resolution import layout_of
 from ..roles import KEY_OFFSETS, QUERY_OFFSETS
 from ..tensors import require
-from .checks import on_every_rank
+from .checks import on_every_rank, require_positions
 from .exchange import Exchange, exchanged, plan_exchange
 from .sharding import ContextParallel
 from .split import Interval
@@ -162,6 +162,7 @@ class _Share:
         context = current_context()
         lengths, positions = call.lengths, call.positions
         if context is not None and context.covers(batch, length, kv_length, causal=True):
+            require_positions(context)
             lengths = context.arguments.lengths if lengths is None else lengths
             positions = context.arguments.positions if positions is None else positions
         tokens = self.ranks * length

@@ -66,7 +66,7 @@ def spread(forward: AttentionForward, alone: AttentionForward, group: Any) -> At
     from ...kernels.memo import fixed_shapes
     from ..forward_context import current_context
     from .all_to_all import gather_heads, scatter_heads
-    from .checks import Slice, check_call, on_every_rank
+    from .checks import Slice, check_call, on_every_rank, require_positions
 
     # The first call waits for the device in its checks, and the ranks exchange the result: most mistakes are made in every
     # call. Later calls do neither.
@@ -96,6 +96,7 @@ def spread(forward: AttentionForward, alone: AttentionForward, group: Any) -> At
         batch, heads, length = query.shape[:3]
         context = current_context()
         if context is not None and context.covers(batch, length, key.shape[2], causal=True):
+            require_positions(context)
             kwargs = _with_model_arguments(kwargs, context)
         own = Slice(rank, ranks, batch, length, wait=first and not fixed_shapes(query))
         check = partial(check_call, module, (query, key, value), attention_mask, kwargs, own)
