@@ -150,6 +150,7 @@ def work(rank: int, ranks: int, folder: Path) -> None:
         except Exception as error:
             raise RuntimeError(f"the case {name!r}") from error
         results[name] = summed(loss), logits, {key: summed(gradient) for key, gradient in gradients.items()}
+    results["encoder"] = encoded(NAMES["balanced"], over["balanced"])
     results["refused"] = [None] * ranks
     dist.all_gather_object(results["refused"], refused(folder, rank))
     if rank == 0:
@@ -182,6 +183,10 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
             model(input_ids=ids, **given, use_cache=False)
         except (ValueError, kernel_compat.UnsupportedFeatureError) as error:
             messages[what] = str(error)
+    try:
+        encoder("roberta", NAMES["balanced"])(input_ids=ids)
+    except kernel_compat.UnsupportedFeatureError as error:
+        messages["positions from padding"] = str(error)
     for split, name in NAMES.items():
         try:
             bart(name).model.decoder(input_ids=ids)
@@ -199,6 +204,26 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
         ours = model(input_ids=ids, use_cache=False, skip_sequence_parallel=True).logits
         messages["skipped"] = str(float((ours - alone(input_ids=ids, use_cache=False).logits).abs().max()))
     return messages
+
+
+def encoder(kind: str, name: str) -> Any:
+    """A bidirectional model with learned positions."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "num_attention_heads": 2}
+    config = transformers.AutoConfig.for_model(kind, **sizes, vocab_size=VOCAB, attn_implementation=name)
+    torch.manual_seed(0)
+    return transformers.AutoModel.from_config(config, attn_implementation=name).to(torch.float64).eval()
+
+
+def encoded(name: str, over: ContextParallel | None = None) -> Tensor:
+    """The states of a bidirectional model, of a batch with padding."""
+    batch = {key: value for key, value in Case("", rows=2, padded=True).batch().items() if key != "labels"}
+    inputs = batch if over is None else over.shard(batch)
+    model = encoder("bert", name)
+    with torch.no_grad():
+        states = model(
+            **{name: inputs[name] for name in inputs if over is None or name != "shift_labels"}
+        ).last_hidden_state
+    return (states if over is None else over.unshard(states, inputs)[:, :LENGTH]) * batch["attention_mask"][..., None]
 
 
 def bart(name: str) -> Any:

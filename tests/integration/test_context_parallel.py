@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import CASES, NAMES, cases, judged, start
+from sharded import CASES, NAMES, cases, encoded, judged, start
 from tiny import NAME
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
@@ -46,10 +46,15 @@ def test_same_numbers_as_one_process(results: dict[str, Any], folder: Path, name
         assert (gradients[parameter] - gradient).norm() <= allowed * gradient.norm(), parameter
 
 
+def test_an_encoder(results: dict[str, Any]) -> None:
+    torch.testing.assert_close(results["encoder"], encoded(NAME))
+
+
 def test_refused_on_every_rank(results: dict[str, Any]) -> None:
     """No rank waits for another that has raised."""
     for rank, messages in enumerate(results["refused"]):
         assert "no position_ids, which a model counts from 0 on every rank" in messages["no positions"]
+        assert "positions that don't begin at 0, as RobertaSelfAttention's model" in messages["positions from padding"]
         for split in NAMES:
             assert "a model whose forward has no position_ids" in messages[f"its own positions, {split}"]
         own = f"position_ids on rank {rank} are not those of its tokens"

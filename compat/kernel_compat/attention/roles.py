@@ -39,6 +39,7 @@ __all__ = [
     "MASK_EMBEDDINGS",
     "PAGES",
     "POSITIONS",
+    "POSITIONS_FROM_PADDING",
     "QUERY_DIM",
     "QUERY_LENGTH",
     "QUERY_OFFSETS",
@@ -112,6 +113,8 @@ EMBEDDINGS = Role("embeddings", ("inputs_embeds",))
 MASK_EMBEDDINGS = Role("embeddings of a mask", (*EMBEDDINGS.spellings, "input_embeds"))
 MASK = Role("mask", ("attention_mask",))
 POSITIONS = Role("positions", ("position_ids",))
+#: The function, of a module or of its embeddings, that numbers tokens from behind the index of padding.
+POSITIONS_FROM_PADDING = "create_position_ids_from_input_ids"
 #: Of a model's forward, a mask's function and a model's outputs: `cache` since 5.24.
 CACHE = Role("cache", ("cache", "past_key_values"))
 #: Of a layer's forward, with the states of recurrences.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -14,11 +15,11 @@ from ...errors import UnsupportedFeatureError
 from ...kernels.memo import fixed_shapes, memoised
 from ..call import check_heads, unsupported_argument
 from ..forward_context import ForwardContext
-from ..roles import BIAS, CAUSALITY, KEY_OFFSETS, POSITIONS, QUERY_OFFSETS, SINKS
-from ..tensors import require
+from ..roles import BIAS, CAUSALITY, KEY_OFFSETS, POSITIONS, POSITIONS_FROM_PADDING, QUERY_OFFSETS, SINKS
+from ..tensors import constant, require
 from .all_to_all import all_to_all
 
-__all__ = ["Slice", "check_call", "on_every_rank", "require_positions"]
+__all__ = ["Slice", "check_call", "counts_from_padding", "on_every_rank", "require_positions"]
 
 T = TypeVar("T")
 
@@ -124,6 +125,13 @@ def require_positions(context: ForwardContext) -> None:
         raise ValueError(
             f"no {name}, which a model counts from 0 on every rank then: pass those of the rank's tokens, of the whole sequence"
         )
+
+
+@constant
+def counts_from_padding(layer: type) -> bool:
+    """Whether models in a layer's module number their tokens from behind the index of padding, as RoBERTa's: not from 0."""
+    names = vars(sys.modules[layer.__module__])
+    return POSITIONS_FROM_PADDING in names or any(hasattr(value, POSITIONS_FROM_PADDING) for value in names.values())
 
 
 def _require_spreadable(tensors: tuple[Tensor, Tensor, Tensor], kwargs: dict[str, Any], ranks: int) -> None:

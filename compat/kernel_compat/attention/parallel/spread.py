@@ -23,7 +23,7 @@ from ..layout import PackedLayout, SequenceLayout
 from ..resolution import layout_of
 from ..roles import KEY_OFFSETS, QUERY_OFFSETS
 from ..tensors import require
-from .checks import on_every_rank, require_positions
+from .checks import counts_from_padding, on_every_rank, require_positions
 from .exchange import Exchange, exchanged, plan_exchange
 from .sharding import ContextParallel
 from .split import Interval
@@ -99,6 +99,11 @@ def over_ranks(kernel: Kernel, name: str, alone: Callable[..., Any], over: Conte
             return alone(module, query, key, value, attention_mask, **kwargs)
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         if ranks > 1 and not (skip_sequence_parallel or skip_ulysses):
+            if counts_from_padding(type(module)):  # `ContextParallel.shard` doesn't know
+                raise _unsupported(
+                    f"positions that don't begin at 0, as {type(module).__name__}'s model counts them",
+                    "Use sequence_parallel= for it, and pass them.",
+                )
             return spread(module, query, key, value, attention_mask, **kwargs)
         attention_mask = slice_of(attention_mask, key.shape[2], ranks, rank)
         return within_rank(module, query, key, value, attention_mask, **kwargs)
@@ -160,11 +165,11 @@ class _Share:
         if kv_length != length:
             raise _unsupported(f"{kv_length} keys beside {length} queries, as with a cache", "Pass use_cache=False.")
         context = current_context()
-        lengths, positions = call.lengths, call.positions
+        lengths, positions = call.lengths, call.positions if call.causal else None
         if context is not None and context.covers(batch, length, kv_length, causal=True):
             require_positions(context)
             lengths = context.arguments.lengths if lengths is None else lengths
-            positions = context.arguments.positions if positions is None else positions
+            positions = context.arguments.positions
         tokens = self.ranks * length
         query, key, value = (
             x.new_empty(1).expand(batch, tokens, *x.shape[2:]) for x in (call.query, call.key, call.value)
@@ -198,7 +203,7 @@ class _Share:
         else:
             split = self.over.split_of(sequences, tokens, self.ranks)
         held = [column for start, stop in split.held(self.rank, batch) for column in range(start, stop)]
-        if positions is not None and layout.causal:
+        if positions is not None:
             self._require_positions(positions, held, sequences, batch, tokens)
         pattern = (layout.causal, layout.window)
         exchange = plan_exchange(split, sequences, batch, self.rank, pattern, call.query.device)
