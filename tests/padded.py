@@ -14,8 +14,9 @@ from tiny import NAME, OPS_MODELS, SHAPE, VOCAB, modernbert
 from torch import Tensor
 
 import kernel_compat
+from kernel_compat.attention.heads import head_of
 from kernel_compat.attention.unpadding import hooks
-from kernel_compat.attention.unpadding.model_call import FLAG, head_of
+from kernel_compat.attention.unpadding.model_call import FLAG
 from kernel_compat.models import padding_free
 
 ROWS, LENGTH = 3, 12

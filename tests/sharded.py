@@ -187,6 +187,19 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
         encoder("roberta", NAMES["balanced"])(input_ids=ids)
     except kernel_compat.UnsupportedFeatureError as error:
         messages["positions from padding"] = str(error)
+    model = load(saved(folder, "llama_gqa"), NAMES["contiguous"])
+    given = {"input_ids": ids, "position_ids": positions}
+    try:
+        model(**given, labels=ids)
+    except ValueError as error:
+        messages["labels"] = str(error)
+    of_all = transformers.AutoModelForSequenceClassification.from_config(
+        model.config, attn_implementation=NAMES["contiguous"]
+    )
+    try:
+        of_all(**given, labels=torch.tensor([1]))
+    except kernel_compat.UnsupportedFeatureError as error:
+        messages["a label of the sequence"] = str(error)
     for split, name in NAMES.items():
         try:
             bart(name).model.decoder(input_ids=ids)

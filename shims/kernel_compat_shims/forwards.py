@@ -28,6 +28,7 @@ _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"
 
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     from kernel_compat.attention.forward_context import with_context
+    from kernel_compat.attention.heads import require_labels_of_slices
     from kernel_compat.attention.tensors import require_readable
     from kernel_compat.attention.unpadding.model_call import unpadded
 
@@ -42,6 +43,8 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
         if entry is not None and entry.forward is None:
             _refuse_attention_weights(model, entry.name, ATTENTIONS.of(arguments))
             require_readable(READ, (role.of(arguments) for role in READ))
+            if entry.is_context_parallel and entry.is_spread():
+                require_labels_of_slices(model, arguments)
 
     return with_context(unpadded(_under_one_name(original)), before)
 

@@ -55,6 +55,8 @@ def test_refused_on_every_rank(results: dict[str, Any]) -> None:
     for rank, messages in enumerate(results["refused"]):
         assert "no position_ids, which a model counts from 0 on every rank" in messages["no positions"]
         assert "positions that don't begin at 0, as RobertaSelfAttention's model" in messages["positions from padding"]
+        assert "LlamaForCausalLM would move them within the slice" in messages["labels"]
+        assert "the loss of LlamaForSequenceClassification" in messages["a label of the sequence"]
         for split in NAMES:
             assert "a model whose forward has no position_ids" in messages[f"its own positions, {split}"]
         own = f"position_ids on rank {rank} are not those of its tokens"

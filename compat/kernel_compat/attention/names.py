@@ -105,6 +105,11 @@ class AttentionName:
         """Whether the tokens of a sequence may be spread over ranks."""
         return self.group is not None
 
+    @property
+    def is_context_parallel(self) -> bool:
+        """Whether the tokens of a sequence may be spread by a `ContextParallel`."""
+        return isinstance(self.spread_over, ContextParallel)
+
     def is_spread(self) -> bool:
         """Whether they are in calls that are made now: not where a function that returns the group returns None, or one of one rank."""
         if not self.spreads:

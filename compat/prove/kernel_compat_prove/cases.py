@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernel_compat.attention import roles
+from kernel_compat.attention.heads import head_of
 from kernel_compat.attention.roles import (
     CACHE,
     CACHE_POSITIONS,
@@ -31,7 +32,7 @@ from kernel_compat.attention.roles import (
 )
 from kernel_compat.attention.unpadding.batch import PaddingFreeSetting
 from kernel_compat.attention.unpadding.hooks import remove_hooks
-from kernel_compat.attention.unpadding.model_call import FLAG, head_of
+from kernel_compat.attention.unpadding.model_call import FLAG
 from kernel_compat.errors import UnsupportedFeatureError
 
 from .inputs import BATCH, LENGTH, LENGTHS, SOUND, padding, sound_padding, tokens

@@ -90,7 +90,7 @@ class ContextParallel:
         elif positions.ndim == 2 and len(positions) == 1:
             whole[POSITIONS.named(batch)] = positions.expand(size, -1)
         labels = LABELS.of(batch)
-        if labels is not None and TARGETS.of(batch) is None:
+        if labels is not None and labels.shape == (size, length) and TARGETS.of(batch) is None:
             whole[TARGETS.named()] = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
         offsets, moved = None, sequences
         if padded > length or sequences != [(row * length, (row + 1) * length) for row in range(size)]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,19 +15,17 @@ from ...patching.wrapping import functions_beneath
 from ..boundaries import Sequences, find_packing, restarts_of
 from ..defaults import resolve
 from ..forward_context import ForwardContext, current_context
+from ..heads import head_of
 from ..model_arguments import arguments_by_name, parameter_names
 from ..roles import ENCODER_DECODER, IMPLEMENTATION, LABELS, TARGETS, USE_CACHE
-from ..tensors import constant, offsets_of, require
+from ..tensors import offsets_of, require
 from .batch import Unpadding
 from .hooks import structure_of
 
-__all__ = ["FLAG", "head_of", "unpadded"]
+__all__ = ["FLAG", "unpadded"]
 
 #: The attribute of a model whose calls are computed without padding: its `PaddingFreeSetting`.
 FLAG = "_kernel_compat_padding_free"
-#: Classes with a head that computes each token by itself, and whose loss predicts the next token, or each token.
-_NEXT_TOKEN = re.compile(r"For(Causal(LM|Image)|ConditionalGeneration)|LMHeadModel")
-_EACH_TOKEN = re.compile(r"For(MaskedLM|TokenClassification)")
 #: Packages whose forwards of an instance take labels and return outputs as the class's does.
 _KEEP_OUTPUTS = ("accelerate", "kernel_compat", "kernel_compat_ops", "liger_kernel", "torch")
 
@@ -218,31 +214,6 @@ def _cuts_layers(model: Any, arguments: dict[str, Any]) -> bool:
     kept = _kept(arguments)
     some = isinstance(kept, Tensor) or bool(kept)
     return some and "logits_to_keep" in parameter_names(type(model.base_model))
-
-
-class _Head(NamedTuple):
-    """The head of a model's class.
-
-    Attributes:
-        of_tokens: whether it computes each token by itself.
-        predicts_next: whether its labels are the tokens', and each is predicted from the token before: by transformers' causal loss.
-        takes_targets: whether its loss takes a target for each packed token.
-    """
-
-    of_tokens: bool
-    predicts_next: bool
-    takes_targets: bool
-
-
-@constant
-def head_of(model_class: type) -> _Head:
-    """What a class's name and forward say of its head."""
-    name, signature = model_class.__name__, inspect.signature(model_class.forward)  # type: ignore[attr-defined]
-    each, following = _EACH_TOKEN.search(name) is not None, _NEXT_TOKEN.search(name) is not None
-    forward = inspect.unwrap(model_class.forward)  # type: ignore[attr-defined]
-    predicts_next = following and "loss_function" in forward.__code__.co_names
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    return _Head(each or following, predicts_next, each or (predicts_next and takes_any))
 
 
 def _is_replaced(model: Any) -> bool:

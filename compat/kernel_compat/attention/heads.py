@@ -1,0 +1,66 @@
+"""What the head of a model's class computes of its tokens, and which labels its loss takes."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..errors import UnsupportedFeatureError
+from .roles import LABELS, TARGETS
+from .tensors import constant
+
+__all__ = ["head_of", "require_labels_of_slices"]
+
+#: Classes with a head that computes each token by itself, and whose loss predicts the next token, or each token.
+_NEXT_TOKEN = re.compile(r"For(Causal(LM|Image)|ConditionalGeneration)|LMHeadModel")
+_EACH_TOKEN = re.compile(r"For(MaskedLM|TokenClassification)")
+
+
+class _Head(NamedTuple):
+    """The head of a model's class.
+
+    Attributes:
+        of_tokens: whether it computes each token by itself.
+        predicts_next: whether its labels are the tokens', and each is predicted from the token before: by transformers' causal loss.
+        takes_targets: whether its loss takes a target for each packed token.
+    """
+
+    of_tokens: bool
+    predicts_next: bool
+    takes_targets: bool
+
+
+@constant
+def head_of(model_class: type) -> _Head:
+    """What a class's name and forward say of its head."""
+    name, signature = model_class.__name__, inspect.signature(model_class.forward)  # type: ignore[attr-defined]
+    each, following = _EACH_TOKEN.search(name) is not None, _NEXT_TOKEN.search(name) is not None
+    forward = inspect.unwrap(model_class.forward)  # type: ignore[attr-defined]
+    predicts_next = following and "loss_function" in forward.__code__.co_names
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    return _Head(each or following, predicts_next, each or (predicts_next and takes_any))
+
+
+def require_labels_of_slices(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Check that a model's loss takes the labels of a rank's slice of the tokens.
+
+    Raises:
+        UnsupportedFeatureError: its head computes something of whole sequences, or its loss moves labels itself.
+        ValueError: it would move labels within the slice, because they weren't moved before.
+    """
+    if LABELS.of(arguments) is None:
+        return
+    head, name = head_of(type(model)), type(model).__name__
+    if not head.takes_targets:
+        raise UnsupportedFeatureError(
+            f"the loss of {name}",
+            "context parallelism",
+            "A rank's loss is that of its slice. Compute it from the logits of all ranks, or of a slice with labels moved before.",
+        )
+    if head.predicts_next and TARGETS.of(arguments) is None:
+        raise ValueError(
+            f"{LABELS.named()} of a rank's slice without {TARGETS.named()}: {name} would move them within the slice. "
+            "ContextParallel.shard returns both"
+        )
