@@ -32,8 +32,7 @@ def answered_alike(judge: Judge, asked: Sequence[dict[str, str]]) -> list[Answer
     """The judge's answers, after a comparison with those of the script: verdict, reason, devices and evidence."""
     matrix = json.loads(report.answers(judge, Links()).removeprefix("const MATRIX = ").rstrip(";\n"))
     questions = [{axis: value for axis, value in one.items() if value} for one in asked]
-    call = f"{json.dumps(questions)}.map(answer).map((one) => ({{ ...one, mixed: mixed(one.devices) }}))"
-    found = script(call, matrix)
+    found = script(f"{json.dumps(questions)}.map((one) => answer(one))", matrix)
     answers = []
     for question, one in zip(questions, found, strict=True):
         answer = judge(wanted(question))

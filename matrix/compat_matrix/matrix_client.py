@@ -105,7 +105,7 @@ def ask(url: str, environment: Environment | None = None, *, timeout: float = 10
 def questions(environment: Environment) -> list[dict[str, str]]:
     """The combinations of releases in an environment: one for each FlashAttention that a GPU could use.
 
-    With a GPU and no FlashAttention the device makes no difference and is left out.
+    With a GPU and no package of FlashAttention it is torch's own.
     """
     question = {}
     for name in ("transformers", "torch"):
@@ -117,9 +117,7 @@ def questions(environment: Environment) -> list[dict[str, str]]:
     if not environment.devices:
         return [{**question, "flash_attn": "none", "device": "cpu"}]
     kinds = dict.fromkeys(kind for name, kind in _KINDS.items() if name in environment.packages)
-    return [{**question, "flash_attn": kind, "device": "cuda"} for kind in kinds] or [
-        {**question, "flash_attn": "none"}
-    ]
+    return [{**question, "flash_attn": kind, "device": "cuda"} for kind in kinds or ("torch",)]
 
 
 def describe(answer: ServiceAnswer) -> Iterator[str]:

@@ -209,7 +209,7 @@ def test_what_is_asked_depends_on_what_a_gpu_could_use() -> None:
 
     assert kinds(here()) == [("none", "cpu")]
     assert kinds(here(flash_attn="2.8.3")) == [("none", "cpu")]  # installed, but unusable without a GPU
-    assert kinds(here(gpu)) == [("none", None)]
+    assert kinds(here(gpu)) == [("torch", "cuda")]  # its own, as the axes file has it
     assert kinds(here(gpu, flash_attn_4="4.0.0b36")) == [("fa4", "cuda")]
     assert kinds(here(gpu, flash_attn="2.8.3", flash_attn_3="3.0", fa3_fwd="0.0.3")) == [
         ("fa2", "cuda"),

@@ -17,7 +17,6 @@ from ..results import FINE, Output, Summary
 from ..store import Past, Store
 from ..versions import parsed, related, release, same
 from . import explain
-from .common import DEVICES
 from .facts import Axis, ByAxis, CellState, Model, NamedCell, Shim
 from .rules import Rule, Rules, deciding
 
@@ -192,6 +191,7 @@ class Answer(Model):
         kind: how it failed, if it did.
         reason: the reason for the verdict.
         minor: as `verdict`, where only other patches of the requested releases were run, on these.
+        mixed: how many of several combinations work, if some do and some fail; else empty.
         closeness: how near the evidence is.
         devices: the verdict on each device that may be meant, other patches included.
         counts: the number of matching combinations with each verdict; empty unless `match` is ``exact``.
@@ -207,6 +207,7 @@ class Answer(Model):
     kind: str | None
     reason: Output
     minor: Verdict
+    mixed: Output
     closeness: Closeness
     devices: list[OnDevice]
     counts: dict[str, int]
@@ -219,13 +220,6 @@ class Answer(Model):
     def why(self) -> str:
         """The reason on a page, where other patches are evidence, too."""
         return self.reason if self.verdict == self.minor else self.tested[0].reason
-
-    @property
-    def mixed(self) -> str:
-        """Where it works and where it doesn't, if that depends on the device; else empty."""
-        works = [DEVICES[one.device] for one in self.devices if one.verdict in FINE]
-        fails = [DEVICES[one.device] for one in self.devices if one.verdict in ("wrong", "failed")]
-        return f"It works on {' and '.join(works)}, not on {' and '.join(fails)}" if works and fails else ""
 
     @property
     def evidence(self) -> list[Tested]:
@@ -292,6 +286,7 @@ class Judge:
             kind=evidence[0].past.summary.kind if minor == "failed" else None,
             reason=reason,
             minor=minor,
+            mixed=_mixed([one.verdict for one in evidence]),
             closeness=_closeness(asked, bool(fit), minor, bool(near)),
             devices=self._devices(asked, evidence, refusing),
             counts=counts,
@@ -362,6 +357,12 @@ def _verdict(summary: Summary) -> Verdict:
 
 def _because(rules: Iterable[Rule]) -> str:
     return "; ".join(dict.fromkeys(rule.because for rule in rules))
+
+
+def _mixed(verdicts: Sequence[Verdict]) -> str:
+    """How many combinations work, if some do and some fail; else empty."""
+    works = sum(one in FINE for one in verdicts)
+    return f"{works} of {len(verdicts)} tested combinations work" if 0 < works < len(verdicts) else ""
 
 
 def _closeness(asked: Mapping[str, str], fit: bool, minor: Verdict, near: bool) -> Closeness:

@@ -170,6 +170,7 @@ function answer(asked) {
   }
   const found = [...last.values()].sort((a, b) => worst.indexOf(a.verdict) - worst.indexOf(b.verdict) || near(a, b));
   const verdict = found.length ? found[0].verdict : refused ? "refused" : "unknown";
+  const fine = found.filter((one) => ["passed", "flaky", "known"].includes(one.verdict)).length;
   const works = ["passed", "flaky", "known"].includes(verdict);
   const tested = works ? [] : MATRIX.cells.filter((one) => one.exact).sort(near);
   const patches = ["transformers", "torch"].map((axis) => asked[axis]).filter(Boolean);
@@ -190,6 +191,7 @@ function answer(asked) {
   return {
     verdict,
     kind: verdict === "failed" ? found[0].kind : null,
+    mixed: fine && fine < found.length ? `${fine} of ${found.length} tested combinations work` : "",
     closeness: refused ? "rule" : found.length ? (exact ? "patch" : "minor") : tested.length ? "neighbour" : "none",
     reason: found.length ? found[0].reason : refused || neverRun(asked, alike, axes),
     devices: (asked.device ? [asked.device] : devices).map(on),
@@ -207,6 +209,8 @@ function read(values, fields) {
   if (values.text.trim()) {
     try {
       const found = pasted(values.text);
+      // A GPU's environment without a package has torch's own FlashAttention.
+      if (values.device === "cuda" && found["flash-attn"] === "none") found["flash-attn"] = "torch";
       typed = Object.fromEntries(Object.keys(values).map((name) => [name, values[name].trim() || found[name] || ""]));
     } catch (error) {
       errors.text = String(error);
@@ -229,13 +233,6 @@ function made(tag, look, ...inside) {
   const one = Object.assign(document.createElement(tag), { className: look });
   one.append(...inside);
   return one;
-}
-
-// Where a combination works and where it doesn't, if that depends on the device; else empty.
-function mixed(devices) {
-  const on = (...verdicts) => devices.filter((one) => verdicts.includes(one.verdict)).map((one) => MATRIX.devices[one.device]).join(" and ");
-  const [works, fails] = [on("passed", "flaky", "known"), on("wrong", "failed")];
-  return works && fails ? `It works on ${works}, not on ${fails}` : "";
 }
 
 // The sign and the headline of a verdict, with how it failed; or another headline, beside the sign of a failure that is known.
@@ -286,7 +283,7 @@ function show(form) {
   }
   for (const name of names) if (name !== "text") form.elements[name].value = typed[name];
   const found = answer(asked);
-  place.append(made("p", "verdict", signed(found.verdict, found.kind, mixed(found.devices)), " ", made("span", "close", MATRIX.closeness[found.closeness])));
+  place.append(made("p", "verdict", signed(found.verdict, found.kind, found.mixed), " ", made("span", "close", MATRIX.closeness[found.closeness])));
   if (found.reason) place.append(made("p", "why", found.reason));
   if (found.devices.length > 1 && found.verdict !== "refused") place.append(listedDevices(found));
   if (found.evidence.length) place.append(listed(found.evidence, asked));
