@@ -52,6 +52,7 @@ WRONG: dict[str, Any] = {
     "kind": None,
     "reason": "test_generate: off by 3",
     "minor": "wrong",
+    "mixed": "",
     "closeness": "patch",
     "devices": [{"device": "cpu", "verdict": "wrong", "reason": "test_generate: off by 3"}],
     "counts": {"wrong": 1},
