@@ -200,6 +200,11 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
         of_all(**given, labels=torch.tensor([1]))
     except kernel_compat.UnsupportedFeatureError as error:
         messages["a label of the sequence"] = str(error)
+    decoder = encoder("bert", NAMES["contiguous"], is_decoder=True, add_cross_attention=True)
+    try:
+        decoder(**given, encoder_hidden_states=torch.zeros(1, 8, 16, dtype=torch.float64))
+    except kernel_compat.UnsupportedFeatureError as error:
+        messages["states of an encoder"] = str(error)
     for split, name in NAMES.items():
         try:
             bart(name).model.decoder(input_ids=ids)
@@ -219,10 +224,10 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
     return messages
 
 
-def encoder(kind: str, name: str) -> Any:
+def encoder(kind: str, name: str, **more: bool) -> Any:
     """A bidirectional model with learned positions."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "num_attention_heads": 2}
-    config = transformers.AutoConfig.for_model(kind, **sizes, vocab_size=VOCAB, attn_implementation=name)
+    config = transformers.AutoConfig.for_model(kind, **sizes, **more, vocab_size=VOCAB, attn_implementation=name)
     torch.manual_seed(0)
     return transformers.AutoModel.from_config(config, attn_implementation=name).to(torch.float64).eval()
 

@@ -56,6 +56,7 @@ def test_refused_on_every_rank(results: dict[str, Any]) -> None:
         assert "no position_ids, which a model counts from 0 on every rank" in messages["no positions"]
         assert "positions that don't begin at 0, as RobertaSelfAttention's model" in messages["positions from padding"]
         assert "LlamaForCausalLM would move them within the slice" in messages["labels"]
+        assert "attention to the states of an encoder" in messages["states of an encoder"]
         assert "the loss of LlamaForSequenceClassification" in messages["a label of the sequence"]
         for split in NAMES:
             assert "a model whose forward has no position_ids" in messages[f"its own positions, {split}"]
