@@ -14,7 +14,10 @@ import pytest
 from compat_matrix.cells import Cell
 from compat_matrix.pages import report
 from compat_matrix.pages.render import Links
-from compat_matrix.views.verdicts import Answer, Judge, wanted
+from compat_matrix.views.verdicts import PACKAGE, Answer, Judge, wanted
+
+
+FLASH = ("flash_attention", PACKAGE)
 
 
 def script(call: str, matrix: object = {}) -> Any:
@@ -29,19 +32,23 @@ def script(call: str, matrix: object = {}) -> Any:
 
 
 def answered_alike(judge: Judge, asked: Sequence[dict[str, str]]) -> list[Answer]:
-    """The judge's answers, after a comparison with those of the script: verdict, reason, devices and evidence."""
+    """The judge's answers, after a comparison with those of the script: verdict, reason, kernels and evidence."""
     matrix = json.loads(report.answers(judge, Links()).removeprefix("const MATRIX = ").rstrip(";\n"))
     questions = [{axis: value for axis, value in one.items() if value} for one in asked]
-    found = script(f"{json.dumps(questions)}.map((one) => answer(one))", matrix)
+    read = [one | {axis: value for axis, value in wanted(one).items() if axis in FLASH} for one in questions]
+    call = "((found) => ({ ...found, lines: lines(found, one) }))(answer(one))"
+    found = script(f"{json.dumps(read)}.map((one) => {call})", matrix)
     answers = []
     for question, one in zip(questions, found, strict=True):
         answer = judge(wanted(question))
         shown = {
-            "verdict": answer.minor,
-            "kind": answer.kind,
+            "verdict": answer.verdict,
+            "sign": answer.sign,
+            "kind": answer.kind if answer.verdict == answer.minor else None,
             "closeness": answer.closeness,
             "reason": answer.why,
-            "devices": [on.model_dump() for on in answer.devices],
+            "kernels": [one.model_dump() for one in answer.kernels],
+            "lines": [[names, one.model_dump()] for names, one in answer.lines],
             "evidence": [some.cell for some in answer.evidence],
             "against": [some.cell for some in answer.against],
             "works": answer.works and answer.works.cell,
@@ -55,4 +62,5 @@ def answered_alike(judge: Judge, asked: Sequence[dict[str, str]]) -> list[Answer
 
 
 def _cell(entry: dict[str, Any]) -> Cell:
-    return Cell.of({"transformers": "", "torch": ""} | entry["cell"])
+    axes = {"transformers": "", "torch": ""} | entry["cell"]
+    return Cell.of({axis: value for axis, value in axes.items() if axis != PACKAGE})

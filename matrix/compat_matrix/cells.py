@@ -16,7 +16,7 @@ AXES = ("python", "transformers", "torch", "flash_attention", "device")
 VERSIONED = AXES[:3]
 
 #: The axes as people write them, where that isn't the name of the field; and the other spellings that are accepted.
-_SPELLED = {"flash_attention": "flash-attn"}
+_SPELLED = {"flash_attention": "flash-attn", "flash_attn_package": "flash-attn package"}
 OLD = {"tf": "transformers", "pt": "torch", "fa": "flash-attn", "py": "python", "on": "device"}
 OLD |= {"flash_attention": "flash-attn", "flash_attn": "flash-attn"}
 

@@ -27,12 +27,15 @@ TYPED = [
     ("torch", "2.11.0+cu130", "2.11.0"),
     ("torch", "2.11.0 cu130", "2.11.0"),
     ("torch", "torch-2.11", "2.11"),
-    ("flash-attn", "flash-attn 2.8.3", "fa2"),
-    ("flash-attn", "flash_attn==2.8.3", "fa2"),
-    ("flash-attn", "2.8.3", "fa2"),
+    ("flash-attn", "flash-attn 2.8.3", "fa2 2.8.3"),
+    ("flash-attn", "flash_attn==2.8.3", "fa2 2.8.3"),
+    ("flash-attn", "2.8.3", "fa2 2.8.3"),
     ("flash-attn", "FlashAttention-3", "fa3"),
-    ("flash-attn", "fa3-fwd==0.0.3", "fa3"),
-    ("flash-attn", "flash-attn-4 4.0.0b36", "fa4"),
+    ("flash-attn", "fa3-fwd==0.0.3", "fa3 0.0.3"),
+    ("flash-attn", "flash-attn-4 4.0.0b36", "fa4 4.0.0b36"),
+    ("flash-attn", "flash-attn 2.8.3+cu12torch2.11", "fa2 2.8.3"),
+    ("flash-attn", "fa2 2.7", "fa2 2.7"),
+    ("flash-attn", "flash-attn 2", "fa2"),
     ("flash-attn", "fa4", "fa4"),
     ("flash-attn", "torch", "torch"),
     ("flash-attn", "none", "none"),
@@ -46,11 +49,7 @@ TYPED = [
     ("torch", ">=2.4", "'>=2.4' is a range: one release, such as 2.11.0+cu130"),
     ("torch", "2.11.0, 2.12.0", "'2.11.0, 2.12.0' is a range: one release, such as 2.11.0+cu130"),
     ("flash-attn", "flash", "'flash' isn't a FlashAttention such as flash-attn 2.8.3, fa4, torch or none"),
-    (
-        "flash-attn",
-        "flash-attn 1.0.9",
-        "'flash-attn 1.0.9' isn't a FlashAttention such as flash-attn 2.8.3, fa4, torch or none",
-    ),
+    ("flash-attn", "flash-attn 1.0.9", "fa1 1.0.9"),
     ("python", "three", "'three' isn't a release such as 3.12"),
 ]
 
@@ -71,6 +70,8 @@ dependencies = [
 name = "transformers"
 version = "5.9.1"
 """
+
+NO_RELEASE = "isn't a release, and only releases are tested: type the one that it is made from"
 
 #: A pasted text, and its fields or the error.
 PASTED: list[tuple[str, dict[str, str] | str]] = [
@@ -95,7 +96,20 @@ PASTED: list[tuple[str, dict[str, str] | str]] = [
     ("torch>=2.4\n", "torch>=2.4 is a range: type the release that you have"),
     (
         "transformers @ git+https://example.org/transformers\n",
-        "transformers @ git+https://example.org/transformers has no version: type it",
+        f"transformers @ git+https://example.org/transformers {NO_RELEASE}",
+    ),
+    (
+        "torch==2.11.0\n-e git+https://example.org/huggingface/transformers@0a1b#egg=transformers\n",
+        f"-e git+https://example.org/huggingface/transformers@0a1b#egg=transformers {NO_RELEASE}",
+    ),
+    ("torch==2.11.0\n-e /home/me/transformers\n", f"-e /home/me/transformers {NO_RELEASE}"),
+    (
+        "torch==2.11.0\ngit+https://example.org/Dao-AILab/flash-attention.git@v2.8.3\n",
+        f"git+https://example.org/Dao-AILab/flash-attention.git@v2.8.3 {NO_RELEASE}",
+    ),
+    (
+        "torch==2.11.0\n-e git+https://example.org/me/kernels@0a1b#egg=my_kernels\n-e .\n",
+        {"transformers": "", "torch": "2.11.0", "flash-attn": "none"},
     ),
     ("torch==2.10.0\ntorch==2.11.0\n", "torch is there as 2.10.0 and 2.11.0: type the one that you have"),
     (
@@ -121,9 +135,11 @@ def test_what_people_type() -> None:
     read = _read([{name: text} for name, text, _ in TYPED])
     for one, (name, text, said) in zip(read, TYPED, strict=True):
         assert one["typed"][name] == text  # what can't be read is kept
-        assert (one["errors"].get(name) or one["asked"][axes[name]]) == said
+        asked = {axis: value for axis, value in one["asked"].items() if value}
+        assert (one["errors"].get(name) or " ".join(asked.values())) == said
         if not one["errors"]:  # the service takes it
-            assert wanted({axes[name]: said}) == {axes[name]: said}
+            assert wanted({axes[name]: said}) == asked
+            assert name != "flash-attn" or wanted({axes[name]: text}) == asked  # without the script, too
 
 
 def test_what_people_paste() -> None:
@@ -134,10 +150,22 @@ def test_what_people_paste() -> None:
         ) == said
 
 
+def test_what_is_typed_after_an_error_in_the_text_clears_it() -> None:
+    broken = "torch>=2.4\n-e /home/me/transformers\nflash-attn==2.8.3\nflash-attn-4==4.0.0b36\n"
+    fields = {"torch": "2.12", "transformers": "5.9.1", "flash-attn": "fa2"}
+    for left in fields:
+        (found,) = _read([{"text": broken, **{name: text for name, text in fields.items() if name != left}}])
+        assert [*found["errors"]] == ["text"]
+    (found,) = _read([{"text": broken, **fields}])
+    assert (found["errors"], found["typed"]["torch"]) == ({}, "2.12")
+    (found,) = _read([{"text": "numpy==2.3", "torch": "2.12"}])
+    assert not found["errors"]
+
+
 def test_a_field_counts_more_than_the_text() -> None:
     (found,) = _read([{"torch": "2.12", "text": "torch==2.11.0\ntransformers==5.9.1"}])
-    asked = {"transformers": "5.9.1", "torch": "2.12", "flash_attention": "none", "device": "", "python": ""}
-    assert found["asked"] == asked
+    asked = {"transformers": "5.9.1", "torch": "2.12", "flash_attention": "none"}
+    assert {axis: value for axis, value in found["asked"].items() if value} == asked
 
 
 def test_the_script_and_the_service_answer_the_same(tmp_path: Path) -> None:

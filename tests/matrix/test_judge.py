@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import lzma
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from stored import failed, not_run, passed, stored
 from compat_matrix.axes import OWN, Axes, load
 from compat_matrix.cells import WORDS, Cell
 from compat_matrix.matrix_client import _ask
-from compat_matrix.results import CellResult
+from compat_matrix.results import FINE, CellResult
 from compat_matrix.service.app import create_app
 from compat_matrix.service.guard import Settings
 from compat_matrix.store import Store
@@ -113,15 +114,19 @@ def questions(axes: Axes, python: str = "") -> list[dict[str, str]]:
     return every + [dict(one) for one in dict.fromkeys(tuple(one.items()) for one in without)]
 
 
-def cells_of(asked: Mapping[str, str]) -> list[Cell]:
-    """The cell of a combination on each device that may be meant."""
+def cells_of(axes: Axes, asked: Mapping[str, str]) -> list[Cell]:
+    """The cell of a combination on each device that may be meant. Where torch's own kernel is an axis, that is meant by none on CUDA."""
     devices = [asked["device"]] if "device" in asked else WORDS["device"]
     absent = {"transformers": "", "torch": "", "flash_attention": "none"}
-    return [Cell.of(absent | dict(asked) | {"device": device}) for device in devices]
+    cells = [Cell.of(absent | dict(asked) | {"device": device}) for device in devices]
+    own = any(cell.flash_attention == "torch" for cell in axes.all_cells)
+    torchs = {("none", "cuda"): "torch"} if own else {}
+    kernels = [torchs.get((cell.flash_attention, cell.device), cell.flash_attention) for cell in cells]
+    return [dataclasses.replace(cell, flash_attention=kernel) for cell, kernel in zip(cells, kernels, strict=True)]
 
 
 def truth(axes: Axes, results: Mapping[Cell, Verdict], asked: Mapping[str, str]) -> Truth:
-    cells = cells_of(asked)
+    cells = cells_of(axes, asked)
     excluded = [{rule.because for rule in axes.exclude if rule.when(cell)} for cell in cells]
     for cell, reasons in zip(cells, excluded, strict=True):
         if (because := axes.all_cells.get(cell)) is not None:
@@ -142,11 +147,19 @@ def check(axes: Axes, results: Mapping[Cell, Verdict], asked: Mapping[str, str],
     devices = [asked["device"]] if "device" in asked else WORDS["device"]
     on = {
         device: min(own, key=WORST.index) if own else "refused" if reasons else "unknown"
-        for device, cell, reasons in zip(devices, cells_of(asked), true.excluded, strict=True)
+        for device, cell, reasons in zip(devices, cells_of(axes, asked), true.excluded, strict=True)
         for own in [[results[cell]] if cell in results else []]
     }
     assert {one.device: one.verdict for one in answer.devices} == on, asked
+    assert {one.device: one.verdict for one in answer.kernels} == on, asked
     assert answer.verdict == "unknown" or not answer.against
+    cells = [cell for cell in cells_of(axes, asked) if cell not in results]
+    states = Counter("refused" if why else "unknown" for cell in cells if (why := axes.all_cells.get(cell)) is not None)
+    assert answer.counts.get("unknown", 0) == states["unknown"], asked
+    assert answer.counts.get("refused", 0) == (states["refused"] or true.verdict == "refused"), asked
+    tested = {verdict in FINE for verdict in true.verdicts}
+    differ = len(tested) + (states["unknown"] > 0) + (states["refused"] > 0) > 1
+    assert bool(answer.mixed) is (differ and true.verdict != "refused"), (asked, answer.mixed)
 
 
 def results_of(store: Store) -> dict[Cell, Verdict]:
@@ -234,6 +247,8 @@ def test_every_combination_of_a_projects_own_axes(tmp_path: Path, part: int) -> 
             assert answer.verdict != "refused" or all(meant), one
 
 
+TOO_OLD = "flash-attn 2.8.3 compiles as C++17, and torch 2.14 and later need C++20"
+
 #: A combination with releases outside of the axes or with patches, the verdict, and a part of the reason.
 OUTSIDE = [
     ("flash_attention=fa2 torch=2.14", "refused", "C++20"),
@@ -242,7 +257,11 @@ OUTSIDE = [
     ("flash_attention=fa2 torch=2.16 device=cuda", "refused", "C++20"),
     ("flash_attention=fa2 torch=3 device=cuda", "refused", "C++20"),
     ("flash_attention=fa2 torch=2.13 device=cpu", "refused", "kernels for CUDA alone"),
-    ("flash_attention=fa2 torch=2.13.7 transformers=5.3 python=3.12", "unknown", "another patch of it was tested"),
+    (
+        "flash_attention=fa2 torch=2.13.7 transformers=5.3 python=3.12",
+        "unknown",
+        "another patch of it was tested: torch 2.13",
+    ),
     ("flash_attention=fa2 torch=2.9", "unknown", "the matrix has no torch 2.9"),
     ("flash_attention=fa3 torch=2.9", "refused", "torch has from 2.11 on"),
     ("flash_attention=fa3 torch=2.10.1", "refused", "torch has from 2.11 on"),
@@ -255,14 +274,37 @@ OUTSIDE = [
     ("transformers=5.20.9 python=3.10", "unknown", "no run has planned it"),
     ("python=3.14", "unknown", "the matrix has no python 3.14"),
     ("torch=2.15 python=3.10", "refused", "torch 2.15 and later need Python 3.11"),
-    ("device=cuda flash_attention=none", "refused", "flash-attn==torch"),
+    ("device=cuda flash_attention=none", "passed", ""),
+    ("device=cuda flash_attention=none python=3.10 torch=2.15", "refused", "torch 2.15 and later need Python 3.11"),
     ("flash_attention=none", "passed", ""),
+    ("flash_attention=flash-attn|2.8.3.post2 torch=2.12 transformers=5.9.0", "passed", ""),
+    ("flash_attention=2.8 torch=2.12", "passed", ""),
+    (
+        "flash_attention=flash-attn|2.8.3 torch=2.12",
+        "unknown",
+        "another patch of it was tested: flash-attn package 2.8.3.post2",
+    ),
+    ("flash_attention=flash-attn|2.7.1 torch=2.12", "unknown", "the matrix has no flash-attn package 2.7.1"),
+    (
+        "flash_attention=flash-attn|1.0.9 torch=2.12",
+        "unknown",
+        "the matrix has no flash-attn fa1 and no flash-attn package 1.0.9",
+    ),
+    ("flash_attention=fa3-fwd|0.0.3 torch=2.12", "passed", ""),
+    ("flash_attention=flash-attn-3|3.0.0b1 torch=2.12", "unknown", "the matrix has no flash-attn package 3.0.0b1"),
+    ("flash_attention=flash-attn-4|4.0.0b36 torch=2.12", "passed", ""),
+    (
+        "flash_attention=flash-attn-4|4.0.0b9 torch=2.12",
+        "unknown",
+        "another patch of it was tested: flash-attn package 4.0.0b36",
+    ),
+    ("flash_attention=flash-attn|2.8.3 torch=2.14", "refused", "C++20"),
     ("device=cuda", "passed", ""),
 ]
 
 
 def test_releases_outside_of_the_axes_and_patches(committed: Store) -> None:
-    asked = [dict(one.split("=") for one in text.split()) for text, _, _ in OUTSIDE]
+    asked = [dict(one.replace("|", " ").split("=") for one in text.split()) for text, _, _ in OUTSIDE]
     answers = answered_alike(Judge(committed, Rules.of(load(OWN))), asked)
     for answer, (text, verdict, reason) in zip(answers, OUTSIDE, strict=True):
         assert (answer.verdict, text) == (verdict, text)
@@ -303,8 +345,114 @@ def test_where_some_work_and_some_fail_the_headline_is_no_plain_no(few: Axes, tm
         stored(store, [failed(cpu), passed(gpu)])
         asked = [{"transformers": cpu.transformers, "torch": cpu.torch}, dict(cpu.axes), dict(gpu.axes)]
         either, *alone = answered_alike(Judge(store, Rules.of(few)), asked)
-        assert (either.verdict, either.mixed) == ("failed", "1 of 2 tested combinations work")
+        assert either.verdict == "failed"
+        assert either.mixed == "1 of 2 tested combinations work, 6 were never run, 10 are excluded"
         assert [(one.verdict, one.mixed) for one in alone] == [("failed", ""), ("passed", "")]
+
+
+#: A combination, the headline, how near the evidence is, and what is said of each kernel.
+SAID: list[tuple[dict[str, str], str, str, list[str]]] = [
+    (
+        {"transformers": "5.9", "torch": "2.14", "device": "cuda"},
+        "3 tested combinations work, 9 were never run, 4 are excluded",
+        "minor",
+        [
+            "torch's own FlashAttention, FlashAttention-3, FlashAttention-4: 1 tested combination works, 3 were never run",
+            f"FlashAttention-2: refused {TOO_OLD}",
+        ],
+    ),
+    (
+        {"transformers": "5.8", "torch": "2.12"},
+        "1 tested combination works, 19 were never run, 16 are excluded",
+        "minor",
+        [
+            "CPU, no FlashAttention: 1 tested combination works, 3 were never run",
+            "CPU, FlashAttention-2, FlashAttention-3, FlashAttention-4, torch's own FlashAttention: refused FlashAttention has"
+            " kernels for CUDA alone",
+            "GPU, torch's own FlashAttention, FlashAttention-2, FlashAttention-3, FlashAttention-4: unknown",
+        ],
+    ),
+    (
+        {"transformers": "5.9", "torch": "2.12", "python": "3.12", "flash_attention": "none"},
+        "",
+        "minor",
+        ["CPU: passed", "GPU, torch's own FlashAttention: passed"],
+    ),
+    (
+        {"transformers": "5.9.3", "torch": "2.12", "python": "3.12", "flash_attention": "none", "device": "cpu"},
+        "It was never run; it works with transformers 5.9.0",
+        "minor",
+        [],
+    ),
+    (
+        {"transformers": "5.9.0", "torch": "2.12.1", "python": "3.12", "flash_attention": "none"},
+        "",
+        "patch",
+        ["CPU: passed"],
+    ),
+    (
+        {"transformers": "5.9.0", "torch": "2.12", "python": "3.12", "flash_attention": "none"},
+        "",
+        "minor",
+        ["CPU: passed"],
+    ),
+    ({"torch": "2.12.0", "device": "cpu"}, "It was never run; it works with torch 2.12.1", "minor", []),
+    ({"transformers": "5.9.0", "torch": "2.12.1", "python": "3.12", "flash_attention": "2.8"}, "", "minor", []),
+    (
+        {
+            "transformers": "5.9.0",
+            "torch": "2.12.1",
+            "python": "3.12",
+            "device": "cuda",
+            "flash_attention": "2.8.3.post2",
+        },
+        "",
+        "patch",
+        [],
+    ),
+    (
+        {
+            "transformers": "5.9.0",
+            "torch": "2.12.1",
+            "python": "3.12",
+            "device": "cuda",
+            "flash_attention": "flash-attn 2.8.3",
+        },
+        "It was never run; it works with flash-attn package 2.8.3.post2",
+        "minor",
+        [],
+    ),
+]
+
+
+def test_the_headline_and_each_kernel_say_what_ran_and_what_is_excluded(committed: Store) -> None:
+    answers = answered_alike(Judge(committed, Rules.of(load(OWN))), [one for one, *_ in SAID])
+    for answer, (asked, headline, closeness, kernels) in zip(answers, SAID, strict=True):
+        assert (answer.mixed, answer.closeness) == (headline, closeness), asked
+        said = [f"{names}: {one.mixed or one.verdict} {one.reason}".strip() for names, one in answer.lines]
+        assert said[: len(kernels)] == kernels, asked
+
+
+def test_a_patch_that_was_never_run_is_neither_a_yes_nor_a_no(tmp_path: Path) -> None:
+    with Store.open(str(tmp_path / "store.db")) as store:
+        stored(store, [passed(Cell("3.12", "5.9", "2.11")), failed(Cell("3.12", "5.8", "2.11"))])
+        asked = [{"transformers": one} for one in ("5.9.2", "5.8.3")] + [{"torch": "2.11.4"}]
+        works, fails, either = answered_alike(Judge(store), asked)
+        assert {(one.verdict, one.sign) for one in (works, fails, either)} == {("unknown", "unknown")}
+        assert works.mixed == "It was never run; it works with transformers 5.9.1"
+        assert fails.mixed == "It was never run; it fails with transformers 5.8.1"
+        assert either.mixed == "It was never run; with other patches 1 of 2 tested combinations work"
+        assert [one.minor for one in (works, fails, either)] == ["passed", "failed", "failed"]
+
+
+def test_the_nearest_of_another_series_is_its_nearest_end_and_what_is_left_out_is_the_newest(tmp_path: Path) -> None:
+    releases = ["4.56", "4.57", "5.0", "5.9", "5.24", "7.1", "7.30"]
+    with Store.open(str(tmp_path / "store.db")) as store:
+        stored(store, [passed(Cell("3.12", one, torch)) for one in releases for torch in ("2.9", "2.10", "2.15")])
+        asked = [{"transformers": one} for one in ("6.0", "8.2", "5.12", "5.0", "4.58", "3.0")] + [{"torch": "3.0"}]
+        found = [answer.tested[0] for answer in answered_alike(Judge(store), asked)]
+        assert [one.cell.transformers for one in found] == ["5.24", "7.30", "5.9", "5.0", "4.57", "4.56", "7.30"]
+        assert {one.cell.torch for one in found} == {"2.15"}
 
 
 def test_what_was_planned_and_not_run_has_the_reason(few: Axes, tmp_path: Path) -> None:

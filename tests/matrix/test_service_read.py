@@ -147,7 +147,11 @@ def test_the_nearest_are_in_the_order_that_is_documented(store: Store) -> None:
     ]
     stored(store, reversed(near))
     found = answer(store, "3.12", "5.9.1", "2.11.0", "fa4", "cuda", limit=20)
-    assert (found.match, found.verdict, found.reason) == ("nearest", "unknown", "another patch of it was tested")
+    assert (found.match, found.verdict, found.reason) == (
+        "nearest",
+        "unknown",
+        "another patch of it was tested: transformers 5.9.3",
+    )
     assert [one.cell for one in found.tested] == [one.cell for one in near]
     assert [[difference.axis for difference in one.differs] for one in found.tested] == [
         ["transformers"],

@@ -41,10 +41,10 @@ HEADLINES: Mapping[Verdict, tuple[str, str, str]] = {
 #: How exact an answer is.
 CLOSENESS: Mapping[Closeness, str] = {
     "patch": "Exactly these releases were tested.",
-    "minor": "These minor releases were tested; the patch releases are below.",
-    "rule": "A rule of the axes says so, for every patch release.",
-    "neighbour": "Only its neighbours were run: the nearest are below.",
-    "none": "Nothing was run yet.",
+    "minor": "The releases that were tested are below.",
+    "rule": "The project doesn't test it, for this reason:",
+    "neighbour": "The nearest combinations that were tested are below.",
+    "none": "Nothing was tested yet.",
 }
 
 

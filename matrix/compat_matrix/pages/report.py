@@ -12,12 +12,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from ..axes import Axes, axes_in, load
-from ..cells import WORDS
+from ..cells import WORDS, Cell, values_of
 from ..errors import MatrixError
 from ..store import Past, Store
 from ..views import architectures, common
 from ..views.rules import Rules
-from ..views.verdicts import ORDER, Judge, Known, in_order
+from ..views.ranges import ranges
+from ..views.verdicts import PACKAGE, Judge, Known
 from . import ask, grid, runs, seams
 from . import cell as cell_page
 from .render import NAME, Links, file_name, render, static_files
@@ -198,19 +199,35 @@ def answers(judge: Judge, links: Links) -> str:
     earlier = map(Known.of, store.in_each_environment(one.past.cell for one in ended))
     other = [one for one in earlier if one.exact not in exact and links("runs", one.past.run.id)]
     other.sort(key=lambda one: (one.past.cell, str(one.past.summary.started)))
+    known, other = ([judge.packaged(one) for one in some] for some in (judge.known, other))
+    packages = sorted({one.axes[PACKAGE] for one in known if PACKAGE in one.axes})
     data = {
-        "cells": [_known(one, store, links) for one in judge.known],
+        "cells": [_known(one, store, links) for one in known],
         "earlier": [_known(one, store, links) for one in other],
         "rules": [{"clause": one.clause, "because": one.because} for one in rules.rules],
-        "values": rules.values,
+        "all": [*_boxes(rules.cells)],
+        "torchs_own": rules.torchs_own,
+        "values": {**rules.values, PACKAGE: packages} if rules.values else {},
         "words": WORDS,
-        "order": in_order({*ORDER, *rules.values, *(axis for one in judge.known for axis in one.axes)}),
+        "order": judge.axes,
         "headlines": ask.HEADLINES,
         "closeness": ask.CLOSENESS,
         "devices": common.DEVICES,
+        "kernels": common.KERNELS,
         "signs": common.SIGNS,
     }
     return f"const MATRIX = {json.dumps(data, separators=(',', ':'))};\n".replace("<", "\\u003c")
+
+
+def _boxes(cells: Mapping[Cell, str]) -> Iterator[Mapping[str, object]]:
+    """The cells as boxes, each with the values of its axes and the reason if they are excluded."""
+    kinds: dict[common.Kind, dict[Cell, str]] = {}
+    for cell, because in cells.items():
+        kinds.setdefault(common.kind(cell), {})[cell] = because
+    for some in kinds.values():
+        for one in ranges(some):
+            axes = {axis: values for axis, values in values_of(one.cells).items() if values}
+            yield {"axes": axes, "because": one.has}
 
 
 def _known(one: Known, store: Store, links: Links) -> Mapping[str, object]:

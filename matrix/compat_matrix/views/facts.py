@@ -39,7 +39,7 @@ Axis = Annotated[str, PlainSerializer(spelled, return_type=str)]
 ByAxis = Annotated[
     dict[str, str | None],
     PlainSerializer(
-        lambda values: values | {spelled(axis): value for axis, value in values.items()},
+        lambda values: values | {"flash-attn": values.get("flash_attention")},
         return_type=dict[str, str | None],
     ),
 ]

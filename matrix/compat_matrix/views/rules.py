@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -22,44 +22,66 @@ class Rule(NamedTuple):
     when: str = ""
 
 
+class Kernel(NamedTuple):
+    """A device and a FlashAttention on it."""
+
+    device: str
+    flash_attention: str
+
+
 class Rules(NamedTuple):
     """What is known of combinations before they run.
 
     Attributes:
         values: the values of each axis.
         rules: the conditions.
-        excluded: the excluded cells, with the reasons.
+        cells: the cells that may be meant, with the reasons of those that are excluded.
+        torchs_own: whether no FlashAttention means torch's own on CUDA, where no cell is without.
     """
 
     values: Mapping[str, Sequence[str]]
     rules: Sequence[Rule]
-    excluded: Mapping[Cell, str]
+    cells: Mapping[Cell, str]
+    torchs_own: bool
 
     @classmethod
     def of(cls, axes: Axes) -> Rules:
         """The rules of an axes file."""
         rules = [Rule(one.when.clause, one.because, one.when.text) for one in axes.exclude]
-        excluded = {cell: because for cell, because in axes.all_cells.items() if because}
-        return cls(_values(axes.all_cells), rules, excluded)
+        return cls._of(axes.all_cells, rules)
 
     @classmethod
     def stored(cls, newest: Iterable[Past]) -> Rules:
         """Without an axes file, a rule for each cell that a store has as excluded, which is for no other cell."""
-        known = {one.cell: one.summary for one in newest}
-        values = _values(known)
-        excluded = {cell: summary.reason for cell, summary in known.items() if summary.excluded}
-        return cls(values, [Rule(_exactly(cell, values), why) for cell, why in excluded.items()], excluded)
+        cells = {one.cell: one.summary.reason if one.summary.excluded else "" for one in newest}
+        values = _values(cells)
+        return cls._of(cells, [Rule(_exactly(cell, values), why) for cell, why in cells.items() if why])
 
-    def refusing(self, asked: Mapping[str, str]) -> Iterator[tuple[str, list[Rule]]]:
-        """For each device and FlashAttention that may be meant: the device, and the rules that exclude the combination.
+    @classmethod
+    def _of(cls, cells: Mapping[Cell, str], rules: Sequence[Rule]) -> Rules:
+        values = _values(cells)
+        without = [cell for cell in cells if (cell.flash_attention, cell.device) == ("none", "cuda")]
+        own = "torch" in values.get("flash_attention", ()) and bool(without) and all(map(cells.get, without))
+        meant = {cell: why for cell, why in cells.items() if cell not in without} if own else cells
+        return cls(values, rules, meant, own)
+
+    def on(self, asked: Mapping[str, str], device: str) -> dict[str, str]:
+        """A requested combination as it is meant on a device."""
+        own = self.torchs_own and device == "cuda" and asked.get("flash_attention") == "none"
+        return {**asked, "flash_attention": "torch"} if own else {**asked}
+
+    def refusing(self, asked: Mapping[str, str]) -> dict[Kernel, list[Rule]]:
+        """For each device and FlashAttention that may be meant, the rules that exclude the combination.
 
         A rule that depends on another axis which isn't asked for doesn't exclude it: the axis may have values that no cell has.
         """
         fixed = dict.fromkeys(self.values) | {axis: _plain(value) for axis, value in asked.items()}
-        left = {axis: words for axis, words in WORDS.items() if axis not in asked}
-        for words in product(*left.values()):
-            meant = fixed | dict(zip(left, words, strict=True))
-            yield str(meant["device"]), [rule for rule in self.rules if holds(rule.clause, meant)]
+        found = {}
+        for words in product(*([asked[axis]] if axis in asked else WORDS[axis] for axis in Kernel._fields)):
+            kernel = Kernel(**self.on(Kernel(*words)._asdict(), words[0]))
+            meant = fixed | kernel._asdict()
+            found[kernel] = [rule for rule in self.rules if holds(rule.clause, meant)]
+        return found
 
 
 def deciding(refusing: Sequence[Sequence[Rule]]) -> list[Rule]:

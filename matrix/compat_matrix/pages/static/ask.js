@@ -2,7 +2,7 @@
 // answer is found among the results in answers.js, as `verdicts.py` finds it in Python.
 "use strict";
 
-const FLASH = /^(?:(?:flash[-_ ]?att(?:n|ention)|fa)(?:[-_ ]?([234]))?(?:[-_]fwd)?(?:[\s=@:v-]+(\d[\w.+]*))?|v?(\d)[\w.+]*)$/;
+const FLASH = /^(?:(?:flash[-_ ]?att(?:n|ention)|fa)(?:[-_ ]?([0-9]))?(?:[-_]fwd)?(?:[\s=@:v-]+(\d[\w.+ ]*))?|v?(\d[\w.+ ]*))$/;
 
 // A release such as 5.9.1; an error if the text isn't one.
 function release(text, names, example) {
@@ -14,34 +14,43 @@ function release(text, names, example) {
   return found[1] + (found[2] || "");
 }
 
+// A FlashAttention, and the version of its package if the text has one.
 function flashAttention(text) {
-  if (["none", "no", "without", "-"].includes(text)) return "none";
-  if (text === "torch") return "torch";
-  const found = FLASH.exec(text);
-  const kind = found && (found[1] || (found[2] || found[3] || "2")[0]);
+  if (["none", "no", "without", "-"].includes(text)) return ["none", ""];
+  if (text === "torch") return ["torch", ""];
+  const found = FLASH.exec(text) || [];
+  const release = found[2] || found[3] || "";
+  const kind = found.length && (found[1] || (release || "2")[0]);
+  if (release.includes(".") && version(release)) return [`fa${kind}`, release.split(/[+ ]/)[0]];
   if (!"234".includes(kind || "x")) throw `'${text}' isn't a FlashAttention such as flash-attn 2.8.3, fa4, torch or none`;
-  return `fa${kind}`;
+  return [`fa${kind}`, ""];
 }
 
-// The fields in the output of pip freeze or pip list, a requirements.txt, a uv.lock or a poetry.lock.
-function pasted(text) {
+// The fields in the output of pip freeze or pip list, a requirements.txt, a uv.lock or a poetry.lock; those that are typed aren't read.
+function pasted(text, typed) {
   const found = {};
-  const flash = ["flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4"];
+  const flash = typed["flash-attn"] ? [] : ["flash-attn", "flash-attn-3", "fa3-fwd", "flash-attn-4"];
+  const names = [...["transformers", "torch"].filter((name) => !typed[name]), ...flash];
+  for (const [line, from] of text.matchAll(/^[ \t]*(?:(?:-e|--editable)[ \t=]+|(?=git\+))([^\s;]+)/gm)) {
+    const name = /(?:egg=|^)([\w.-]+)(?:[[&]|$)|([\w.-]+?)(?:\.git)?\/?(?:@[^/]*)?(?:#.*)?$/.exec(from)?.slice(1).find(Boolean);
+    const known = { pytorch: "torch", "flash-attention": "flash-attn" }[name] || name?.replace(/[-_.]+/g, "-").toLowerCase();
+    if (names.includes(known)) throw `${line.trim()} isn't a release, and only releases are tested: type the one that it is made from`;
+  }
   const locked = [...text.matchAll(/^name\s*=\s*["']([\w.-]+)["']\s*\nversion\s*=\s*["']([^"'\n]+)["']/gm)];
   const listed = /^[ \t]*([A-Za-z0-9][\w.-]*?)[ \t]*(?:\[[^\]\n]*\])?[ \t]*(===?|@|[<>~!]=?|[ \t])[ \t]*([^\s;,\\]+)/gm;
   const every = locked.length ? locked.map((one) => [one[0], one[1], "==", one[2]]) : [...text.matchAll(listed)];
   for (let [line, name, sign, version] of every) {
     name = name.replace(/[-_.]+/g, "-").toLowerCase();
-    if (!["transformers", "torch", ...flash].includes(name) || (!sign.trim() && !/^\d/.test(version))) continue;
+    if (!names.includes(name) || (!sign.trim() && !/^\d/.test(version))) continue;
     if (sign === "@") {
       const wheel = new RegExp(`${name.replace(/-/g, "[-_.]")}-(\\d[^-/]*)(?:-|\\.tar)`).exec(decodeURIComponent(version));
-      if (!wheel) throw `${line.trim()} has no version: type it`;
+      if (!wheel) throw `${line.trim()} isn't a release, and only releases are tested: type the one that it is made from`;
       version = wheel[1];
     } else if ("<>~!".includes(sign[0])) throw `${line.trim()} is a range: type the release that you have`;
     if (found[name] && found[name] !== version) throw `${name} is there as ${found[name]} and ${version}: type the one that you have`;
     found[name] = version;
   }
-  if (!found.transformers && !found.torch) throw "neither transformers nor torch is in this text, as in the line torch==2.11.0";
+  if (![typed.transformers, typed.torch, found.transformers, found.torch].some(Boolean)) throw "neither transformers nor torch is in this text, as in the line torch==2.11.0";
   const own = flash.filter((name) => found[name]).map((name) => `${name} ${found[name]}`);
   if (own.length > 1) throw `${own.join(" and ")} are there: type the one that you use`;
   return { transformers: found.transformers || "", torch: found.torch || "", "flash-attn": own[0] || "none" };
@@ -81,18 +90,34 @@ function same(asked, tested) {
 // Major, minor and micro; zeros for what isn't a version.
 const numbers = (text) => [0, 1, 2].map((place) => version(text || "")?.release[place] || 0);
 
+// The combination as it is meant on a device: there no FlashAttention may mean torch's own.
+function meantOn(asked, device) {
+  const own = MATRIX.torchs_own && device === "cuda" && asked.flash_attention === "none";
+  return own ? { ...asked, flash_attention: "torch" } : asked;
+}
+
+// Which of two releases is the newer, by this many of their numbers.
+const newer = (there, here, most) => Math.sign([0, 1].slice(0, most).map((place) => there[place] - here[place]).find(Boolean) || 0);
+
+// How far a part of a release is. Of an older series the last release is the nearest, of a newer one the first.
+const step = (side, there, here) => (side ? [side * there, 0] : [Math.abs(there - here), Number(there > here)]);
+
 // The distance of a tested combination from the question, as numbers that are compared one after the other.
 function distance(one, asked, axes) {
   const minors = [];
   const patches = [];
+  const releases = MATRIX.order.filter((axis) => axis !== "flash_attn_package");
   for (const axis of axes) {
-    const [there, wanted] = [numbers(one.exact[axis]), numbers(asked[axis])];
-    if (!version(asked[axis])) minors.push(Number(one.exact[axis] !== asked[axis]));
-    else minors.push(Math.abs(there[0] - wanted[0]), Math.abs(there[1] - wanted[1]), Number((there[0] - wanted[0] || there[1] - wanted[1]) > 0));
-    const differs = version(asked[axis]) && !same(asked[axis], one.exact[axis] || "");
-    patches.push(...(differs ? [1, Math.abs(there[2] - wanted[2]), Number(there[2] > wanted[2])] : [0, 0, 0]));
+    if (!version(asked[axis])) {
+      minors.push(Number(one.exact[axis] !== asked[axis]));
+      continue;
+    }
+    const [there, here] = [numbers(one.exact[axis]), numbers(asked[axis])];
+    const side = newer(there, here, 1);
+    minors.push(Math.abs(there[0] - here[0]), side, ...step(side, there[1], here[1]));
+    patches.push(...(same(asked[axis], one.exact[axis] || "") ? [0, 0, 0] : [1, ...step(newer(there, here, 2), there[2], here[2])]));
   }
-  return [...minors, ...patches, ...numbers(one.exact.python).map((part) => -part)];
+  return [...minors, ...patches, ...releases.flatMap((axis) => numbers(one.exact[axis]).map((part) => -part))];
 }
 
 // Whether a condition holds, as `expressions.py` has it; null if that depends on an axis whose value is null.
@@ -118,15 +143,20 @@ function holds([sign, ...parts], values) {
   return { "==": order === 0, "!=": order !== 0, "<": order < 0, "<=": order <= 0, ">": order > 0, ">=": order >= 0 }[sign];
 }
 
-// For each device and FlashAttention that may be meant: the device, and the rules that exclude the combination.
+// For each device and FlashAttention that may be meant: both, and the rules that exclude the combination.
 function refusing(asked) {
   const fixed = Object.fromEntries(Object.keys(MATRIX.values).map((axis) => [axis, null]));
   for (const [axis, value] of Object.entries(asked)) if (value) fixed[axis] = version(value)?.release.join(".") || value;
-  let meant = [fixed];
-  for (const [axis, words] of Object.entries(MATRIX.words)) {
-    if (!asked[axis]) meant = meant.flatMap((one) => words.map((word) => ({ ...one, [axis]: word })));
+  const found = new Map();
+  for (const device of asked.device ? [asked.device] : MATRIX.words.device) {
+    for (const word of asked.flash_attention ? [asked.flash_attention] : MATRIX.words.flash_attention) {
+      const { flash_attention } = meantOn({ flash_attention: word }, device);
+      const meant = { ...fixed, device, flash_attention };
+      const rules = MATRIX.rules.filter((rule) => holds(rule.clause, meant));
+      found.set(`${device} ${flash_attention}`, { device, flash_attention, rules });
+    }
   }
-  return meant.map((one) => ({ device: one.device, rules: MATRIX.rules.filter((rule) => holds(rule.clause, one)) }));
+  return [...found.values()];
 }
 
 // The reasons of the rules that exclude all of some combinations, or else of the first for each; none if one of them isn't excluded.
@@ -137,28 +167,66 @@ function deciding(refusing) {
   return [...new Set(some.map((rule) => rule.because))].join("; ");
 }
 
+// An axis as people write it.
+const spelled = (axis) => axis.replace(/^flash_attn_package$/, "flash-attn package").replace(/^flash_attention$/, "flash-attn");
+
 // Why nothing of a combination was run.
 function neverRun(asked, alike, axes) {
   if (alike.length) return alike[0].reason;
   const none = axes.filter((axis) => !(MATRIX.values[axis] || []).some((value) => related(value, asked[axis])));
   if (!none.length || !Object.keys(MATRIX.values).length) return "no run has planned it";
-  return `the matrix has no ${none.map((axis) => `${axis.replace("flash_attention", "flash-attn")} ${asked[axis]}`).join(" and no ")}`;
+  return `the matrix has no ${none.map((axis) => `${spelled(axis)} ${asked[axis]}`).join(" and no ")}`;
 }
 
-// The answer to a question: its verdict, how exact it is, the reason, the verdict on each device, the evidence, failures next to it, and
+const FINE = ["passed", "flaky", "known"];
+const worksIn = (found) => found.filter((one) => FINE.includes(one.verdict)).length;
+const isMixed = (found) => worksIn(found) > 0 && worksIn(found) < found.length;
+
+// How many combinations work, fail, were never run and are excluded, if they differ in that.
+function mixed(found, never, excluded) {
+  const [tested, works] = [found.length, worksIn(found)];
+  const parts = isMixed(found) ? [`${works} of ${tested} tested combinations work`] : [];
+  if (tested && !parts.length) parts.push(`${tested} tested combination${tested > 1 ? "s" : ""} ${works ? "work" : "fail"}${tested > 1 ? "" : "s"}`);
+  for (const [number, one, more] of [[never, "was never run", "were never run"], [excluded, "is excluded", "are excluded"]]) {
+    const noun = parts.length ? "" : ` combination${number > 1 ? "s" : ""}`;
+    if (number) parts.push(`${number}${noun} ${number > 1 ? more : one}`);
+  }
+  return isMixed(found) || parts.length > 1 ? parts.join(", ") : "";
+}
+
+// How other patches did of a combination that was never run.
+function patched(found, instead) {
+  if (isMixed(found)) return `It was never run; with other patches ${worksIn(found)} of ${found.length} tested combinations work`;
+  return `It was never run; it ${worksIn(found) ? "works" : "fails"} with ${instead}`;
+}
+
+// The requested cells that didn't run: how many of each device and FlashAttention, with the reason if they are excluded.
+function openCells(on, axes, ran) {
+  const within = (box, cell) => Object.keys({ ...box.axes, ...cell }).every((axis) => axis === "flash_attn_package" || (box.axes[axis] || [""]).includes(cell[axis] || ""));
+  return MATRIX.all.map((box) => {
+    const [[device], [flash_attention]] = [box.axes.device, box.axes.flash_attention];
+    const wanted = axes.filter((axis) => axis !== "flash_attn_package");
+    const fit = (axis) => (box.axes[axis] || []).filter((value) => !wanted.includes(axis) || related(value, on[device][axis])).length;
+    const all = wanted.every(fit) ? Object.keys(box.axes).reduce((product, axis) => product * (fit(axis) || 1), 1) : 0;
+    return { device, flash_attention, because: box.because, number: all - ran.filter((cell) => within(box, cell)).length };
+  }).filter((one) => one.number);
+}
+
+// The answer to a question: its verdict, how exact it is, the reason, the verdict on each kernel, the evidence, failures next to it, and
 // the nearest combination that works.
 function answer(asked) {
   const worst = ["wrong", "failed", "known", "flaky", "passed"];
   const axes = MATRIX.order.filter((axis) => asked[axis]);
-  const differ = (one) => axes.filter((axis) => !related(one.cell[axis] || "", asked[axis]));
-  const fits = (one) => axes.every((axis) => same(asked[axis], one.exact[axis] || ""));
+  const on = Object.fromEntries(MATRIX.words.device.map((device) => [device, meantOn(asked, device)]));
+  const differ = (one) => axes.filter((axis) => !related(one.cell[axis] || "", on[one.cell.device][axis]));
+  const other = (one) => axes.filter((axis) => !same(on[one.cell.device][axis], one.exact[axis] || ""));
   const alike = MATRIX.cells.filter((one) => !differ(one).length);
   const ended = alike.filter((one) => one.exact);
-  const newest = ended.filter(fits);
-  const fit = newest.length || !ended.length ? newest : MATRIX.earlier.filter((one) => !differ(one).length && fits(one));
+  const newest = ended.filter((one) => !other(one).length);
+  const fit = newest.length || !ended.length ? newest : MATRIX.earlier.filter((one) => !differ(one).length && !other(one).length);
   const meant = refusing(asked);
   const refused = fit.length ? "" : deciding(meant);
-  const far = new Map([MATRIX.cells, MATRIX.earlier].flatMap((some) => some.map((one, place) => [one, one.exact && [...distance(one, asked, axes), place]])));
+  const far = new Map([MATRIX.cells, MATRIX.earlier].flatMap((some) => some.map((one, place) => [one, one.exact && [...distance(one, on[one.cell.device], axes), place]])));
   const near = (a, b) => {
     const place = far.get(a).findIndex((part, number) => part !== far.get(b)[number]);
     return place < 0 ? 0 : far.get(a)[place] - far.get(b)[place];
@@ -169,32 +237,44 @@ function answer(asked) {
     last.set(JSON.stringify(minor), one);
   }
   const found = [...last.values()].sort((a, b) => worst.indexOf(a.verdict) - worst.indexOf(b.verdict) || near(a, b));
-  const verdict = found.length ? found[0].verdict : refused ? "refused" : "unknown";
-  const fine = found.filter((one) => ["passed", "flaky", "known"].includes(one.verdict)).length;
-  const works = ["passed", "flaky", "known"].includes(verdict);
-  const tested = works ? [] : MATRIX.cells.filter((one) => one.exact).sort(near);
-  const patches = ["transformers", "torch"].map((axis) => asked[axis]).filter(Boolean);
-  const exact = fit.length && patches.length && patches.every((one) => one.split(".").length > 2);
+  const exact = fit.length ? found : [];
+  const minor = found.length ? found[0].verdict : refused ? "refused" : "unknown";
+  const verdict = found.length && !fit.length ? "unknown" : minor;
+  const tested = FINE.includes(minor) ? [] : MATRIX.cells.filter((one) => one.exact).sort(near);
+  const named = axes.filter((axis) => axis !== "python" && version(asked[axis]));
+  const whole = exact.length && named.length && named.every((axis) => version(asked[axis]).release.length > 2);
   const sides = new Map();
-  for (const one of verdict === "unknown" ? tested : []) {
+  for (const one of minor === "unknown" ? tested : []) {
     const [axis, ...others] = differ(one);
     const [there, here] = [numbers(one.cell[axis]), numbers(asked[axis])];
     const side = `${axis} ${(there[0] - here[0] || there[1] - here[1] || there[2] - here[2]) > 0}`;
     if (!others.length && !sides.has(side)) sides.set(side, one);
   }
-  const on = (device) => {
-    const own = found.find((one) => one.cell.device === device);
-    const rules = deciding(meant.filter((one) => one.device === device));
-    return { device, verdict: own ? own.verdict : rules ? "refused" : "unknown", reason: own ? own.reason : rules };
-  };
-  const devices = MATRIX.words.device.filter((device) => (MATRIX.values.device || []).includes(device) || found.some((one) => one.cell.device === device));
+  const open = openCells(on, axes, [...new Map(fit.map((one) => [JSON.stringify({ ...one.cell, flash_attn_package: "" }), one.cell])).values()]);
+  const sum = (some, excluded) => some.reduce((total, one) => total + (Boolean(one.because) === excluded ? one.number : 0), 0);
+  const kernels = [];
+  for (const { rules, ...kernel } of meant) {
+    const of = (one) => one.device === kernel.device && one.flash_attention === kernel.flash_attention;
+    const own = exact.filter((one) => of(one.cell));
+    const known = Object.entries(kernel).every(([axis, value]) => asked[axis] || (MATRIX.values[axis] || []).includes(value));
+    if (!own.length && !known) continue;
+    const cells = open.filter(of);
+    const is = own.length ? own[0].verdict : rules.length ? "refused" : "unknown";
+    const because = [...(own.length ? [own[0].reason] : rules.map((rule) => rule.because)), ...(is === "refused" ? [] : cells.map((one) => one.because))];
+    const reason = [...new Set(because.filter(Boolean))].join("; ");
+    kernels.push({ ...kernel, verdict: is, reason, mixed: is === "refused" ? "" : mixed(own, sum(cells, false), sum(cells, true)) });
+  }
+  const nearest = found.length && !fit.length ? [...found].sort(near)[0] : null;
+  const instead = nearest && other(nearest).map((axis) => `${spelled(axis)} ${nearest.exact[axis] || ""}`).join(" and ");
+  const reason = fit.length ? found[0].reason : refused || (nearest ? `another patch of it was tested: ${instead}` : neverRun(asked, alike, axes));
   return {
     verdict,
+    sign: isMixed(exact) ? "known" : verdict,
     kind: verdict === "failed" ? found[0].kind : null,
-    mixed: fine && fine < found.length ? `${fine} of ${found.length} tested combinations work` : "",
-    closeness: refused ? "rule" : found.length ? (exact ? "patch" : "minor") : tested.length ? "neighbour" : "none",
-    reason: found.length ? found[0].reason : refused || neverRun(asked, alike, axes),
-    devices: (asked.device ? [asked.device] : devices).map(on),
+    mixed: nearest ? patched(found, instead) : refused ? "" : mixed(exact, sum(open, false), sum(open, true)),
+    closeness: refused ? "rule" : found.length ? (whole ? "patch" : "minor") : tested.length ? "neighbour" : "none",
+    reason: nearest ? found[0].reason : reason || (kernels.length === 1 ? kernels[0].reason : ""),
+    kernels,
     evidence: refused ? [] : found.length ? found.slice(0, 5) : tested.slice(0, 3),
     against: [...sides.values()].filter((one) => worst.indexOf(one.verdict) < 3),
     works: tested.find((one) => one.verdict === "passed") || null,
@@ -208,9 +288,7 @@ function read(values, fields) {
   let typed = values;
   if (values.text.trim()) {
     try {
-      const found = pasted(values.text);
-      // A GPU's environment without a package has torch's own FlashAttention.
-      if (values.device === "cuda" && found["flash-attn"] === "none") found["flash-attn"] = "torch";
+      const found = pasted(values.text, Object.fromEntries(Object.entries(values).map(([name, value]) => [name, value.trim()])));
       typed = Object.fromEntries(Object.keys(values).map((name) => [name, values[name].trim() || found[name] || ""]));
     } catch (error) {
       errors.text = String(error);
@@ -220,7 +298,8 @@ function read(values, fields) {
     const text = typed[name].trim().replace(/^["'`]+|["'`,;]+$/g, "");
     const word = !["transformers", "torch", "flash-attn", "python"].includes(name) && /^[a-z][a-z0-9_]*$/i.test(text);
     try {
-      asked[axis] = !text ? "" : word ? text.toLowerCase() : name === "flash-attn" ? flashAttention(text.toLowerCase()) : release(text, axis, example);
+      if (name === "flash-attn" && text) [asked[axis], asked.flash_attn_package] = flashAttention(text.toLowerCase());
+      else asked[axis] = !text ? "" : word ? text.toLowerCase() : release(text, axis, example);
     } catch (error) {
       errors[name] = String(error);
     }
@@ -235,19 +314,33 @@ function made(tag, look, ...inside) {
   return one;
 }
 
-// The sign and the headline of a verdict, with how it failed; or another headline, beside the sign of a failure that is known.
+// The sign of a verdict, and its headline with how it failed; or another headline.
 function signed(verdict, kind, other) {
-  const [state, headline] = other ? ["known", other] : MATRIX.headlines[verdict];
+  const [state, own] = MATRIX.headlines[verdict];
+  const headline = other || own;
   const sign = made("span", "", MATRIX.signs[state]);
   sign.ariaHidden = "true";
   return made("span", `s ${state.replace(" ", "-")}`, sign, ` ${headline}${kind && !other ? `: ${kind}` : ""}`);
 }
 
-// The verdict on each device.
-function listedDevices(found) {
+// The verdicts on several kernels; those that are alike with all of their names.
+function lines(found, asked) {
+  const alike = new Map();
+  for (const one of found.kernels.length > 1 && found.verdict !== "refused" ? found.kernels : []) {
+    const key = JSON.stringify([one.device, one.verdict, one.mixed, one.reason]);
+    alike.set(key, [...(alike.get(key) || []), one]);
+  }
+  return [...alike.values()].map((some) => {
+    const others = some.filter((one) => one.flash_attention !== asked.flash_attention);
+    const names = [...(asked.device ? [] : [MATRIX.devices[some[0].device]]), ...others.map((one) => MATRIX.kernels[one.flash_attention])];
+    return [names.join(", "), some[0]];
+  });
+}
+
+function listedKernels(found, listed) {
   const said = (one) => (one.reason && one.reason !== found.reason ? ` ${one.reason}` : "");
-  const lines = found.devices.map((one) => made("li", "", `${MATRIX.devices[one.device]}: `, signed(one.verdict), said(one)));
-  return made("ul", "devices", ...lines);
+  const items = listed.map(([names, one]) => made("li", "", `${names}: `, signed(one.verdict, null, one.mixed), said(one)));
+  return made("ul", "devices", ...items);
 }
 
 // The evidence as a list, in which the axes that differ from the question are marked.
@@ -277,15 +370,17 @@ function show(form) {
   place.replaceChildren();
   if (Object.keys(errors).length || !Object.values(asked).some(Boolean)) return;
   if (typeof MATRIX === "undefined") {
-    const given = Object.entries(fields).map(([axis, [name]]) => [name, asked[axis]]).filter(([name, text]) => text || name === "transformers");
+    const said = { ...asked, flash_attention: [asked.flash_attention, asked.flash_attn_package].filter(Boolean).join(" ") };
+    const given = Object.entries(fields).map(([axis, [name]]) => [name, said[axis]]).filter(([name, text]) => text || name === "transformers");
     location.assign(`${form.getAttribute("action")}?${new URLSearchParams(given)}`);
     return;
   }
   for (const name of names) if (name !== "text") form.elements[name].value = typed[name];
   const found = answer(asked);
-  place.append(made("p", "verdict", signed(found.verdict, found.kind, found.mixed), " ", made("span", "close", MATRIX.closeness[found.closeness])));
+  place.append(made("p", "verdict", signed(found.sign, found.kind, found.mixed), " ", made("span", "close", MATRIX.closeness[found.closeness])));
   if (found.reason) place.append(made("p", "why", found.reason));
-  if (found.devices.length > 1 && found.verdict !== "refused") place.append(listedDevices(found));
+  const kernels = lines(found, asked);
+  if (kernels.length) place.append(listedKernels(found, kernels));
   if (found.evidence.length) place.append(listed(found.evidence, asked));
   if (found.against.length) place.append(made("p", "", "What fails next to it:"), listed(found.against, asked));
   if (found.works && !found.evidence.includes(found.works)) place.append(made("p", "", "The nearest combination that works:"), listed([found.works], asked));
@@ -318,6 +413,8 @@ if (typeof document !== "undefined") {
   const form = document.getElementById("ask");
   form.hidden = false;
   document.querySelectorAll("table.grid").forEach(scrolled);
+  // What is pasted replaces what an earlier text or question has left in the fields.
+  form.elements.text.addEventListener("paste", () => ["transformers", "torch", "flash-attn"].forEach((name) => (form.elements[name].value = "")));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     show(form);
