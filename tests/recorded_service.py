@@ -25,6 +25,7 @@ EVIDENCE = {
     "torch": "2.11.0",
     "flash_attention": "none",
     "flash-attn": "none",
+    "flash_attn_package": "",
     "extra": {},
     "device": "cpu",
     "run": "20261121-114502-7f3a",
@@ -43,6 +44,7 @@ WRONG: dict[str, Any] = {
         "device": "cpu",
         "flash_attention": "none",
         "flash-attn": "none",
+        "flash_attn_package": None,
         "transformers": "5.9.0",
         "torch": "2.11.0",
         "python": "3.12",
@@ -55,6 +57,15 @@ WRONG: dict[str, Any] = {
     "mixed": "",
     "closeness": "patch",
     "devices": [{"device": "cpu", "verdict": "wrong", "reason": "test_generate: off by 3"}],
+    "kernels": [
+        {
+            "device": "cpu",
+            "flash_attention": "none",
+            "verdict": "wrong",
+            "reason": "test_generate: off by 3",
+            "mixed": "",
+        }
+    ],
     "counts": {"wrong": 1},
     "tested": [EVIDENCE],
     "works": None,

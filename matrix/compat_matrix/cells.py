@@ -25,6 +25,14 @@ Device = Literal["cpu", "cuda"]
 #: The values of the axes that always have these words.
 WORDS: Mapping[str, tuple[str, ...]] = {"flash_attention": get_args(FlashAttention), "device": get_args(Device)}
 
+#: The packages of FlashAttention, each with its value of that axis.
+PACKAGES: Mapping[str, FlashAttention] = {
+    "flash-attn": "fa2",
+    "flash-attn-3": "fa3",
+    "fa3-fwd": "fa3",
+    "flash-attn-4": "fa4",
+}
+
 #: A release as a value of an axis.
 VERSION = r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,4}"
 #: The name of an axis of a project's own, and a value of it that isn't a version.

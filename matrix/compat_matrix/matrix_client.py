@@ -15,16 +15,13 @@ from urllib3.exceptions import HTTPError, ReadTimeoutError
 from kernel_compat.cli import printing
 from kernel_compat.environment import Environment
 
-from .cells import axis_of, spelled
+from .cells import PACKAGES, axis_of, spelled
 from .errors import MatrixError
 
 KnownVerdict = Literal["passed", "flaky", "known", "wrong", "failed", "refused", "unknown"]
 
 #: The longest response, in bytes.
 _LONGEST = 4 * 2**20
-
-#: The FlashAttention that each distribution provides.
-_KINDS = {"flash-attn": "fa2", "flash-attn-3": "fa3", "fa3-fwd": "fa3", "flash-attn-4": "fa4"}
 
 
 class ServiceError(MatrixError):
@@ -103,26 +100,30 @@ def ask(url: str, environment: Environment | None = None, *, timeout: float = 10
 
 
 def questions(environment: Environment) -> list[dict[str, str]]:
-    """The combinations of releases in an environment: one for each FlashAttention that a GPU could use.
+    """The combinations of releases in an environment: one for each package of FlashAttention, if a GPU could use it.
 
     With a GPU and no package of FlashAttention it is torch's own.
     """
-    question = {}
-    for name in ("transformers", "torch"):
+    installed = [name for name in PACKAGES if name in environment.packages and environment.devices]
+    versions = {}
+    for name in ("transformers", "torch", *installed):
         version = environment.version(name)
         if version is None:
             raise ServiceError(f"the installed version of {name} can't be determined")
-        question[name] = str(version)
+        versions[name] = version
+    question = {name: str(versions[name]) for name in ("transformers", "torch")}
     question["python"] = ".".join(environment.python.split(".")[:2])
     if not environment.devices:
         return [{**question, "flash_attn": "none", "device": "cpu"}]
-    kinds = dict.fromkeys(kind for name, kind in _KINDS.items() if name in environment.packages)
-    return [{**question, "flash_attn": kind, "device": "cuda"} for kind in kinds or ("torch",)]
+    packages = [f"{name} {versions[name].public}" for name in installed]
+    return [{**question, "flash_attn": package, "device": "cuda"} for package in packages or ["torch"]]
 
 
 def describe(answer: ServiceAnswer) -> Iterator[str]:
     """An answer as lines of text: the verdict, the evidence, and the shims in the first piece of it."""
-    asked = ", ".join(f"{spelled(axis_of(name))} {value}" for name, value in answer.asked.items())
+    asked = ", ".join(
+        value if " " in value else f"{spelled(axis_of(name))} {value}" for name, value in answer.asked.items()
+    )
     reason = f": {line(answer.reason)}" if answer.reason else ""
     yield f"{asked}: {answer.verdict}{reason}"
     for one in answer.tested:

@@ -210,11 +210,15 @@ def test_what_is_asked_depends_on_what_a_gpu_could_use() -> None:
     assert kinds(here()) == [("none", "cpu")]
     assert kinds(here(flash_attn="2.8.3")) == [("none", "cpu")]  # installed, but unusable without a GPU
     assert kinds(here(gpu)) == [("torch", "cuda")]  # its own, as the axes file has it
-    assert kinds(here(gpu, flash_attn_4="4.0.0b36")) == [("fa4", "cuda")]
+    assert kinds(here(gpu, flash_attn_4="4.0.0b36")) == [("flash-attn-4 4.0.0b36", "cuda")]
     assert kinds(here(gpu, flash_attn="2.8.3", flash_attn_3="3.0", fa3_fwd="0.0.3")) == [
-        ("fa2", "cuda"),
-        ("fa3", "cuda"),
+        ("flash-attn 2.8.3", "cuda"),
+        ("flash-attn-3 3.0", "cuda"),
+        ("fa3-fwd 0.0.3", "cuda"),
     ]
+    assert kinds(here(gpu, flash_attn="1.0.9+cu118")) == [("flash-attn 1.0.9", "cuda")]  # which no cell has
+    with pytest.raises(ServiceError, match="the installed version of flash-attn can't be determined"):
+        questions(here(gpu, flash_attn="of my own"))
 
 
 def test_without_torch_or_transformers_there_is_nothing_to_ask(service: Service) -> None:

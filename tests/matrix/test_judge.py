@@ -397,7 +397,12 @@ SAID: list[tuple[dict[str, str], str, str, list[str]]] = [
         ["CPU: passed"],
     ),
     ({"torch": "2.12.0", "device": "cpu"}, "It was never run; it works with torch 2.12.1", "minor", []),
-    ({"transformers": "5.9.0", "torch": "2.12.1", "python": "3.12", "flash_attention": "2.8"}, "", "minor", []),
+    (
+        {"transformers": "5.9.0", "torch": "2.12.1", "python": "3.12", "flash_attention": "2.8"},
+        "1 tested combination works, 1 is excluded",
+        "minor",
+        [],
+    ),
     (
         {
             "transformers": "5.9.0",

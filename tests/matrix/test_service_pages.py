@@ -382,7 +382,7 @@ def test_a_day_is_shown_where_it_is_not_the_usual(store: Store, get: Get) -> Non
     results = [dataclasses.replace(passed(one), started=START + day * (n == 2)) for n, one in enumerate(OLD)]
     stored(store, results)
     text = get("/").text
-    assert f"Tested on {START:%Y-%m-%d}, where a cell has no other day." in text
+    assert f"Tested on {START:%Y-%m-%d}, except where a cell says another day." in text
     assert re.findall(r"<small>(.*?)</small>", text) == [f" {START + day:%Y-%m-%d}"]
 
 
@@ -620,6 +620,7 @@ def test_does_my_combination_work(demo: tuple[Get, service_demo.Demo, Store]) ->
         ),
         ("flash_attention=fa4&device=cuda&python=3.12", "flash-attn=fa4&device=cuda&python=3.12"),
         ("fa=fa4&tf=", "transformers=&flash-attn=fa4"),
+        ("tf=5.9&transformers=5.9", "transformers=5.9"),
         ("flash_attn=fa4&state=&only=torch==2.11", "flash-attn=fa4&only=torch%3D%3D2.11"),
         # A choice of the grid was kept beside a question; the question counts.
         ("flash_attention=fa2&python=3.11&tf=5.9&fa=fa4&py=3.12", "flash-attn=fa4&python=3.12&transformers=5.9"),
@@ -630,6 +631,30 @@ def test_old_spellings_lead_to_todays(demo: tuple[Get, service_demo.Demo, Store]
     moved = get(f"/?{old}", allow_redirects=False)
     assert (moved.status_code, moved.headers["location"]) == (307, f"/?{new}")
     assert get(f"/?{old}").text == get(f"/?{new}").text
+
+
+@pytest.mark.parametrize("twice", ["tf=5.9&transformers=5.8", "torch=2.11&pt=2.12", "fa=fa4&flash-attn=fa2"])
+def test_two_spellings_with_two_values_are_an_error(demo: tuple[Get, service_demo.Demo, Store], twice: str) -> None:
+    page = _page(demo[0](f"/?{twice}", allow_redirects=False), 422)
+    assert "is given in two spellings" in page.text
+    assert all(f"'{one.partition('=')[2]}'" in page.text for one in twice.split("&"))
+
+
+def test_the_form_s_own_examples_are_answered_without_its_script(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    get, *_ = demo
+    example = {
+        "transformers": "5.9.1",
+        "torch": "2.11.0+cu130",
+        "flash-attn": "flash-attn 2.8.3",
+        "device": "",
+        "python": "3.12",
+    }
+    page = _page(get("/", params=example))
+    assert "The nearest combinations that were tested are below." in page.text
+    assert {one["name"]: one["value"] for one in page.all("input") if one.get("id") == "flash-attn"} == {
+        "flash-attn": "flash-attn 2.8.3"
+    }
+    assert "FlashAttention-2, GPU" in page.text
 
 
 def test_a_choice_of_grids_is_no_question(demo: tuple[Get, service_demo.Demo, Store]) -> None:
@@ -656,13 +681,13 @@ def test_the_answer_is_for_the_device_that_is_given_or_for_each(demo: tuple[Get,
         )[0]
 
     never = answer("/?transformers=5.9&torch=2.11&flash-attn=fa2")
-    assert "○ It was never run Only its neighbours were run" in never
+    assert "○ 1 combination was never run, 1 is excluded The nearest combinations that were tested are below." in never
     assert "CPU: ⊘ It is excluded FlashAttention has kernels for CUDA alone" in never
     assert "GPU: ○ It was never run" in never
     assert "GPU: ○ It was never run" not in (
         on_cpu := answer("/?transformers=5.9&torch=2.11&flash-attn=fa2&device=cpu")
     )
-    assert "⊘ It is excluded A rule of the axes says so, for every patch release. FlashAttention has kernels" in on_cpu
+    assert "⊘ It is excluded The project doesn't test it, for this reason: FlashAttention has kernels" in on_cpu
     for address in ("/?torch=2.14&flash-attn=fa2", "/?torch=2.15.1&flash-attn=fa2&device=cuda&python=3.12"):
         assert "for every patch release. flash-attn compiles as C++17" in answer(address)
     assert "It was never run" in (outside := answer("/?transformers=5.40"))

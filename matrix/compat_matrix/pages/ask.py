@@ -13,6 +13,8 @@ ALL = "all"
 
 #: The old parameters of the form.
 _FORM = ("tf", "pt", "fa", "on", "py")
+#: The choices of the grid that were beside them.
+_GRID = ("flash_attention", "device", "python")
 
 #: The fields of the form, by axis, each with an example.
 FIELDS = {
@@ -74,10 +76,21 @@ def own_axes(cells: Iterable[Cell]) -> dict[str, str]:
 
 
 def renamed(given: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The parameters of an address, old spellings as today's. A field of the form was another parameter than a choice of the grid: it counts."""
+    """The parameters of an address, old spellings as today's. A field of the form was another parameter than a choice of the grid: it counts.
+
+    Raises:
+        MatrixError: one is there with different values in two spellings.
+    """
     pairs = [(name, value) for name, value in given if value]
     chosen = {OLD.get(name, name): value for name, value in pairs if name not in _FORM}
     asked = {OLD[name]: value for name, value in pairs if name in _FORM}
+    said: dict[str, str] = {}
+    for name, value in pairs:
+        axis = OLD.get(name, name)
+        if not (name in _GRID and axis in asked) and said.setdefault(axis, value) != value:
+            raise MatrixError(
+                f"{axis} is given in two spellings, as {said[axis][:100]!r} and as {value[:100]!r}: give it once"
+            )
     return chosen | ({"transformers": ""} | asked if asked else {})
 
 

@@ -80,7 +80,7 @@ def entry(past: Past | None, running: bool = False, excluded: str = "") -> Entry
         now = "running" if running else "waiting" if past.run.state == "running" else ""
         return Entry(now or "not run", now or "unfinished", running, past, "")
     if state == "failed":
-        state = {"wrong": "wrong", "seam": "refused"}.get(summary.kind or "", state)
+        state = "wrong" if summary.kind == "wrong" else state
     return Entry(state, common.word(summary), running, past, "" if state == "passed" else summary.reason)
 
 
@@ -139,6 +139,8 @@ def _existing(filters: Filters, asked: Mapping[str, str], entries: Iterable[Cell
     """The choice of the grid. A question may be about a FlashAttention, a device or a Python that no cell has."""
     if "python" in asked:
         filters = {**filters, "python": minor(asked["python"])}
+    if "flash_attention" in asked:  # the parameter may be its package's version
+        filters = {**filters, "flash-attn": asked["flash_attention"]}
     if question:
         for axis in ("flash_attention", "device", "python"):
             alike = [cell for cell in entries if filters[spelled(axis)] in ("", ALL, getattr(cell, axis))]

@@ -93,7 +93,11 @@ class _WithOwn(BaseModel, extra="allow"):
 class _Combination(_WithOwn):
     transformers: Version | None = Field(None, description="A release such as 5.9.0, or 5.9 for any of its patches.")
     torch: Version | None = Field(None, description="As transformers; what follows a plus sign makes no difference.")
-    flash_attention: FlashAttention | None = Field(None, alias="flash-attn", description="Which FlashAttention.")
+    flash_attention: str | None = Field(
+        None,
+        alias="flash-attn",
+        description="One of none, fa2, fa3, fa4 and torch; or a package with its version, such as flash-attn 2.8.3.",
+    )
     python: Version | None = Field(None, description="Such as 3.12.")
     device: Device | None = None
     limit: int = Field(5, ge=1, le=100, description="Of the tested combinations in the answer.")

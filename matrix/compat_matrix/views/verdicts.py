@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from ..cells import AXES, WORD, WORDS, Cell, spelled
+from ..cells import AXES, PACKAGES, WORD, WORDS, Cell, spelled
 from ..errors import MatrixError
 from ..results import FINE, Output, Summary
 from ..store import Past, Store
@@ -35,9 +35,6 @@ ORDER = ("device", "flash_attention", "flash_attn_package", "transformers", "tor
 
 #: The axis of the version of FlashAttention's package, which a request may name, and which is no axis of cells.
 PACKAGE = ORDER[2]
-
-#: The packages of FlashAttention, each with its `cells.FlashAttention`.
-PACKAGES = {"flash-attn": "fa2", "flash-attn-3": "fa3", "fa3-fwd": "fa3", "flash-attn-4": "fa4"}
 
 #: A FlashAttention as people write it: by its name, its package, or the package's version.
 _FLASH = re.compile(

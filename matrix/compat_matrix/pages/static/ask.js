@@ -349,7 +349,7 @@ function listed(evidence, asked) {
   for (const one of evidence) {
     list.insertAdjacentHTML("beforeend", one.html);
     for (const axis of list.lastElementChild.querySelectorAll("[data-axis]")) {
-      const text = asked[axis.dataset.axis];
+      const text = meantOn(asked, one.cell.device)[axis.dataset.axis];
       axis.classList.toggle("differs", Boolean(text) && !same(text, one.exact[axis.dataset.axis]));
     }
   }
