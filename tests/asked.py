@@ -16,7 +16,6 @@ from compat_matrix.pages import report
 from compat_matrix.pages.render import Links
 from compat_matrix.views.verdicts import PACKAGE, Answer, Judge, wanted
 
-
 FLASH = ("flash_attention", PACKAGE)
 
 

@@ -88,6 +88,7 @@ class Service:
     Attributes:
         answer: the body of the response, as JSON or as bytes.
         status: the status of the response.
+        older: whether it refuses the version of a FlashAttention package.
         slow: seconds before the response.
         drip: seconds between the bytes of the response.
         asked: the path, the parameters and the headers of each request.
@@ -95,6 +96,7 @@ class Service:
 
     def __init__(self, answer: Any = PASSED) -> None:
         self.answer, self.status, self.slow, self.drip = answer, 200, 0.0, 0.0
+        self.older = False
         self.headers: dict[str, str] = {}
         self.asked: list[tuple[str, dict[str, str], Mapping[str, str]]] = []
         self._over = threading.Event()
@@ -107,7 +109,8 @@ class Service:
                 service._over.wait(service.slow)
                 body = service.answer if isinstance(service.answer, bytes) else json.dumps(service.answer).encode()
                 try:
-                    self.send_response(service.status)
+                    packaged = service.older and " " in service.asked[-1][1].get("flash_attn", "")
+                    self.send_response(422 if packaged else service.status)
                     for name, value in {"Content-Type": "application/json", **service.headers}.items():
                         self.send_header(name, value)
                     self.send_header("Content-Length", str(len(body)))

@@ -166,6 +166,9 @@ def _ask(url: str, question: Mapping[str, str], timeout: float) -> ServiceAnswer
     except ValueError:
         found = None
     found = found if isinstance(found, dict) else {}
+    package, _, version = question.get("flash_attn", "").partition(" ")
+    if status == 422 and version and (package != "flash-attn" or version.startswith("2.")):
+        return _ask(url, {**question, "flash_attn": PACKAGES[package]}, timeout)  # all that an older service knows
     if status != 200:
         detail = found.get("detail", "")
         said = detail if isinstance(detail, str) else "; ".join(line(one.get("msg")) for one in _objects(detail))

@@ -221,6 +221,15 @@ def test_what_is_asked_depends_on_what_a_gpu_could_use() -> None:
         questions(here(gpu, flash_attn="of my own"))
 
 
+def test_an_older_service_is_asked_about_the_flash_attention_without_its_version(service: Service) -> None:
+    service.older = True
+    gpu = Device("H200", (9, 0))
+    (answer,) = ask(service.url, here((gpu,), flash_attn="2.8.3")).answers
+    assert answer.asked["flash_attn"] == "fa2"
+    with pytest.raises(ServiceError, match="responds with 422"):
+        ask(service.url, here((gpu,), flash_attn="1.0.9"))
+
+
 def test_without_torch_or_transformers_there_is_nothing_to_ask(service: Service) -> None:
     for packages in ({"torch": "2.11.0"}, {"torch": "2.11.0", "transformers": "of somebody's own"}):
         with pytest.raises(ServiceError, match="the installed version of transformers can't be determined"):

@@ -16,8 +16,8 @@ from ..cells import WORDS, Cell, values_of
 from ..errors import MatrixError
 from ..store import Past, Store
 from ..views import architectures, common
-from ..views.rules import Rules
 from ..views.ranges import ranges
+from ..views.rules import Rules
 from ..views.verdicts import PACKAGE, Judge, Known
 from . import ask, grid, runs, seams
 from . import cell as cell_page

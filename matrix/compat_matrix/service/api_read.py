@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field, WithJsonSchema, model_validator
 from starlette.exceptions import HTTPException
 
-from ..cells import NAME, OLD, WORD, Device, FlashAttention, axis_of, spelled
+from ..cells import NAME, OLD, WORD, WORDS, Device, FlashAttention, axis_of, spelled
 from ..errors import MatrixError
 from ..pages import logs
 from ..pages.render import environment
@@ -42,6 +42,13 @@ router = APIRouter(
 
 #: `wanted` checks it.
 Version = Annotated[str, WithJsonSchema({"type": "string", "pattern": VERSION, "maxLength": 100})]
+_OF = rf"^(flash[-_]attn([-_][34])?|fa3[-_]fwd)(==| )(?=[0-9]+\.){VERSION.removeprefix('^')}"
+Package = Annotated[
+    str,
+    WithJsonSchema(
+        {"anyOf": [{"enum": [*WORDS["flash_attention"]]}, {"type": "string", "pattern": _OF, "maxLength": 100}]}
+    ),
+]
 Release = Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6}){0,3}$")]
 _RUN = "A run's id or its beginning, its label, latest or latest~1."
 RunPath = Annotated[str, Path(min_length=1, max_length=100, description=_RUN)]
@@ -93,10 +100,10 @@ class _WithOwn(BaseModel, extra="allow"):
 class _Combination(_WithOwn):
     transformers: Version | None = Field(None, description="A release such as 5.9.0, or 5.9 for any of its patches.")
     torch: Version | None = Field(None, description="As transformers; what follows a plus sign makes no difference.")
-    flash_attention: str | None = Field(
+    flash_attention: Package | None = Field(
         None,
         alias="flash-attn",
-        description="One of none, fa2, fa3, fa4 and torch; or a package with its version, such as flash-attn 2.8.3.",
+        description="Which FlashAttention; or its package with a version, such as flash-attn 2.8.3.",
     )
     python: Version | None = Field(None, description="Such as 3.12.")
     device: Device | None = None

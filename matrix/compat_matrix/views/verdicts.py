@@ -38,7 +38,7 @@ PACKAGE = ORDER[2]
 
 #: A FlashAttention as people write it: by its name, its package, or the package's version.
 _FLASH = re.compile(
-    r"(?:flash[-_ ]?att(?:n|ention)|fa)(?:[-_ ]?([0-9]))?(?:[-_]fwd)?(?:[\s=@:v-]+(\d[\w.+ ]*))?|v?(\d[\w.+ ]*)"
+    r"(?:flash[-_ ]?att(?:n|ention)|fa)(?:[-_ ]?([0-9]))?(?:[-_]fwd)?(?:[\s=@:v-]+(\d[\w.+ -]*))?|v?(\d[\w.+ -]*)"
 )
 
 #: The verdicts of tests that ran, worst first. Of several matching cells the worst verdict counts.
@@ -507,14 +507,20 @@ def _because(rules: Iterable[Rule]) -> str:
     return "; ".join(dict.fromkeys(rule.because for rule in rules))
 
 
+def _does(verdicts: Collection[Verdict], end: str) -> str:
+    """The verb of combinations that all work or all fail."""
+    if {*verdicts} == {"wrong"}:
+        return f"compute{end} something else"
+    return f"work{end}" if {*verdicts} <= {*FINE} else f"fail{end}"
+
+
 def _mixed(verdicts: Sequence[Verdict], counts: Mapping[str, int]) -> str:
     """How many combinations work, fail, were never run and are excluded, if they differ in that; else empty."""
     tested, works = len(verdicts), sum(one in FINE for one in verdicts)
     some = 0 < works < tested
     parts = [f"{works} of {tested} tested combinations work"] if some else []
     if tested and not some:
-        end = "" if tested > 1 else "s"
-        parts = [f"{plural(tested, 'tested combination')} {'work' if works else 'fail'}{end}"]
+        parts = [f"{plural(tested, 'tested combination')} {_does(verdicts, '' if tested > 1 else 's')}"]
     for verdict, words in {
         "unknown": ("was never run", "were never run"),
         "refused": ("is excluded", "are excluded"),
@@ -529,7 +535,7 @@ def _patched(verdicts: Sequence[Verdict], nearest: Tested) -> str:
     works = sum(one in FINE for one in verdicts)
     if 0 < works < len(verdicts):
         return f"It was never run; with other patches {works} of {len(verdicts)} tested combinations work"
-    return f"It was never run; it {'works' if works else 'fails'} with {nearest.instead}"
+    return f"It was never run; it {_does(verdicts, 's')} with {nearest.instead}"
 
 
 def _closeness(asked: Mapping[str, str], fit: bool, minor: Verdict, near: bool) -> Closeness:

@@ -2,7 +2,7 @@
 // answer is found among the results in answers.js, as `verdicts.py` finds it in Python.
 "use strict";
 
-const FLASH = /^(?:(?:flash[-_ ]?att(?:n|ention)|fa)(?:[-_ ]?([0-9]))?(?:[-_]fwd)?(?:[\s=@:v-]+(\d[\w.+ ]*))?|v?(\d[\w.+ ]*))$/;
+const FLASH = /^(?:(?:flash[-_ ]?att(?:n|ention)|fa)(?:[-_ ]?([0-9]))?(?:[-_]fwd)?(?:[\s=@:v-]+(\d[\w.+ -]*))?|v?(\d[\w.+ -]*))$/;
 
 // A release such as 5.9.1; an error if the text isn't one.
 function release(text, names, example) {
@@ -182,11 +182,14 @@ const FINE = ["passed", "flaky", "known"];
 const worksIn = (found) => found.filter((one) => FINE.includes(one.verdict)).length;
 const isMixed = (found) => worksIn(found) > 0 && worksIn(found) < found.length;
 
+// The verb of combinations that all work or all fail.
+const does = (found, end) => (found.every((one) => one.verdict === "wrong") ? `compute${end} something else` : `${worksIn(found) ? "work" : "fail"}${end}`);
+
 // How many combinations work, fail, were never run and are excluded, if they differ in that.
 function mixed(found, never, excluded) {
   const [tested, works] = [found.length, worksIn(found)];
   const parts = isMixed(found) ? [`${works} of ${tested} tested combinations work`] : [];
-  if (tested && !parts.length) parts.push(`${tested} tested combination${tested > 1 ? "s" : ""} ${works ? "work" : "fail"}${tested > 1 ? "" : "s"}`);
+  if (tested && !parts.length) parts.push(`${tested} tested combination${tested > 1 ? "s" : ""} ${does(found, tested > 1 ? "" : "s")}`);
   for (const [number, one, more] of [[never, "was never run", "were never run"], [excluded, "is excluded", "are excluded"]]) {
     const noun = parts.length ? "" : ` combination${number > 1 ? "s" : ""}`;
     if (number) parts.push(`${number}${noun} ${number > 1 ? more : one}`);
@@ -197,7 +200,7 @@ function mixed(found, never, excluded) {
 // How other patches did of a combination that was never run.
 function patched(found, instead) {
   if (isMixed(found)) return `It was never run; with other patches ${worksIn(found)} of ${found.length} tested combinations work`;
-  return `It was never run; it ${worksIn(found) ? "works" : "fails"} with ${instead}`;
+  return `It was never run; it ${does(found, "s")} with ${instead}`;
 }
 
 // The requested cells that didn't run: how many of each device and FlashAttention, with the reason if they are excluded.
