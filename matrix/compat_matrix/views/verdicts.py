@@ -380,7 +380,7 @@ class Judge:
         if names and (run, cell) not in self._packages:
             packages = self.store.environment(run, cell).get("packages")
             said = [packages.get(name) for name in names] if isinstance(packages, Mapping) else []
-            fit = (version for version in said if isinstance(version, str) and parsed(version))
+            fit = (version.public for one in said if isinstance(one, str) and (version := parsed(one)))
             self._packages[run, cell] = next(fit, "")
         return Known.of(one.past, self._packages[run, cell]) if names else one
 
