@@ -871,7 +871,7 @@ def test_runs_of_a_commit_are_a_row_in_the_order_of_their_start(store: Store, ge
     store.add(shards[1], passed(OLD[2]))
     store.add(figures, passed(OLD[0]))
     text = get("/runs").text
-    rows = re.findall(r"<tr><th scope=\"row\">.*?</tr>", text, re.DOTALL)
+    rows = re.findall(r"<tr id=.*?</tr>", text, re.DOTALL)
     assert [re.findall(r"<strong>(.*?)</strong>", row) for row in rows] == [["shard"], ["late"], ["between"], ["early"]]
     assert {*re.findall(r'href="/runs/([^"]+)"', rows[0])} == {*shards, figures}
     said = " ".join(Page(f"<table>{rows[0]}</table>").text.split())
@@ -913,13 +913,42 @@ def test_what_changed(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     old, new = made.runs["old"], made.runs["new"]
     page = _page(get("/diff", params={"old": old, "new": new}))
     assert "Broke: 10" in page.text
-    assert "Gone: 150" in page.text
+    assert "Only in the earlier run: 150" in page.text
     assert f"/cells/py312-tf5.17-torch2.12?run={new}" in page.links
     assert _page(get(f"/diff?new={new}")).text == page.text
     assert "Mended: 10" in _page(get("/diff", params={"old": new, "new": old})).text
     assert "Nothing changed." in _page(get("/diff", params={"old": new, "new": new})).text
     assert made.runs["new"] in _page(get("/diff")).text
     assert made.runs["running"] in _page(get(f"/diff?old={old}")).text
+
+
+def test_what_changed_is_between_rows_of_the_list(store: Store, get: Get, tmp_path: Path) -> None:
+    """The parts of a commit's run have different cells, which says nothing, and cells of a new release have no earlier run."""
+
+    def run(revision: str, *of: Cell, suite: str = "") -> str:
+        command = f"run --suite {suite}" if suite else "run"
+        name = store.new_run(of, label="nightly", revision=revision, command=command)
+        for cell in of:
+            store.add(name, passed(cell))
+        return name
+
+    new = cells(["5.1"], ["2.11"], ["3.11", "3.12"])
+    earlier = run("1f0c7d2ab9e4", *OLD[:4])
+    own = [run("52754fa0c1d2", *OLD[:3]), run("52754fa0c1d2", *OLD[2:4])]
+    lone = [run("0b46ac130aaa", *of) for of in (new[:1], new)]
+    report.write(store, tmp_path / "site")
+    for text in (get("/diff").text, (tmp_path / "site" / "diff.html").read_text()):
+        said = text.partition('<p class="lead">')[2].partition("</p>")[0]
+        assert re.findall(r"/([-\w]+)(?:\.html)?\"", said) in [[earlier, one] for one in own]
+    assert "no two runs" in get(f"/diff?new={lone[1]}").text
+    site = (tmp_path / "site" / "index.html").read_text()
+    for text in (get("/").text, site):
+        last = text.partition("Last runs:")[2].partition("</p>")[0]
+        assert "2 runs</a> of one commit, nightly, the last begun" in last
+        address, _, place = re.findall(r'href="([^"]*)"', last)[0].partition("#")
+        assert address in ("/runs", "runs.html")
+        row = get("/runs").text.partition(f'<tr id="{place}">')[2].partition("</tr>")[0]
+        assert all(one in row for one in lone)
 
 
 def test_tests_that_changed(store: Store, get: Get) -> None:

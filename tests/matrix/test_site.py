@@ -16,14 +16,20 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import requests
 from report_site import Page, pages_of, shown
+from served import served
 from stored import START, cells, passed, stored
+from waiting import LONG
 
+from compat_matrix.axes import load
 from compat_matrix.cells import Cell
 from compat_matrix.pages import cell as cell_page
 from compat_matrix.pages import report
 from compat_matrix.pages.render import Links, render
 from compat_matrix.results import Test
+from compat_matrix.service.app import create_app
+from compat_matrix.service.guard import Settings
 from compat_matrix.store import Store
 from kernel_compat.proofs import table
 
@@ -123,6 +129,27 @@ def test_a_cell_says_what_the_page_of_a_service_says(results: Path, site: Path) 
             theirs, own = (_text(page.partition("</header>")[2]) for page in (of_service, of_site))
             assert own == theirs
             assert " Pins The requirement files " in own
+
+
+def _shown_cells(page: str) -> list[str]:
+    """What a first page says of cells: the ranges, the numbers of each state, the grid and the reasons."""
+    parts = r'<section class="line.*?</section>|<p class="counts.*?</p>|<table.*?</table>'
+    return [*map(_text, re.findall(parts, page, re.DOTALL))]
+
+
+def test_the_grids_are_those_of_a_service(results: Path, site: Path) -> None:
+    """Also of cells that were never run, or are excluded: it starts from the cells of the axes."""
+    axes = load(ROOT / "matrix" / "axes.toml")
+    every = {
+        (cell.flash_attention, cell.device, cell.python) for cell, excluded in axes.all_cells.items() if not excluded
+    }
+    with Store.open(str(results), create=False) as store, served(create_app(store, axes, Settings())) as address:
+        for kernel, device, python in every:
+            query = {"flash-attn": kernel, "device": device, "python": python}
+            of_service = requests.get(address, query, timeout=LONG).text
+            name = f"grid-{kernel}-{device}-{python}.html"
+            of_site = shown(site, name if (site / name).exists() else "index.html")
+            assert _shown_cells(of_site) == _shown_cells(of_service), query
 
 
 def test_it_has_the_atlas_the_architectures_and_the_figures_of_each_cell(results: Path, site: Path) -> None:

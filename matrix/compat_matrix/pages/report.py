@@ -119,7 +119,7 @@ class _Report:
         self.axes, self.judge = axes, Judge(store, Rules.of(axes) if axes else None, self.newest)
         every = runs.newest_first(store.runs())
         self.runs = [one for one in every if (not one.partial if names is None else one.whole in names)]
-        self.entries = {one.cell: grid.entry(one) for one in self.newest}
+        self.entries = grid.newest(self.newest, axes.all_cells if axes and names is None else {})
         self.own = ask.own_axes(self.entries)
 
     def files(self) -> Iterator[tuple[str, str]]:
@@ -158,7 +158,7 @@ class _Report:
     def _home(self, filters: Mapping[str, str]) -> dict[str, Any]:
         newest = next((one for one in self.runs if one.state != "interrupted"), None)
         fixed = {"fields": ask.fields(self.own), "answer": None, "run": None, "active": False}
-        return grid.home(filters, {}, self.entries) | {"newest": newest, **fixed}
+        return grid.home(filters, {}, self.entries) | {"last": runs.row_of(newest, self.runs), **fixed}
 
     def _others(self) -> Iterator[_Page]:
         store, address = self.store, self.address

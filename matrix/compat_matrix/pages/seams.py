@@ -28,10 +28,13 @@ def _timeline(atlas: Mapping[str, Any], distribution: str) -> dict[str, Any]:
             pythons[one["version"]] = python
     own = [seam for seam in atlas["seams"] if seam["distribution"] == distribution]
     seams = [(seam, _spans(seam["history"], releases)) for seam in own]
+    targets = {seam["target"] for seam in own}
+    wrong = [one for one in atlas["check"].get("disagreements", ()) if one["target"] in targets]
     write = Releases(releases)
     named = [one for one in atlas["reads"] if one["distribution"] == distribution]
     read = [(one, write(release for release in one["releases"] if release in releases)) for one in named]
-    return {"distribution": distribution, "releases": releases, "pythons": pythons, "seams": seams, "reads": read}
+    shown = {"distribution": distribution, "releases": releases, "pythons": pythons}
+    return {**shown, "seams": seams, "reads": read, "wrong": wrong}
 
 
 def _spans(history: Sequence[Mapping[str, Any]], releases: Sequence[str]) -> list[tuple[Mapping[str, Any], int]]:
