@@ -974,6 +974,7 @@ def test_seams(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     names = re.findall(r"transformers.cache_utils:Cache.update\s+(.*)\s+reads_models", read)
     assert names == ["layer_idx 5.0.0 to 5.23.0", "cache_kwargs 5.0.0, 5.3.0 to 5.7.0", "5.23.0"]
     text = " ".join(_page(get("/seams?distribution=torch")).text.split())
+    assert "certain" not in text  # that is of transformers
     assert "since 2.10.0 or before (query" in text
     assert "without is_causal" in text
     page = _page(get("/seams?distribution=numpy"), 422)

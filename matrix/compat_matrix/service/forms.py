@@ -53,8 +53,7 @@ async def sign_in(request: Request) -> Response:
         said = "This token is wrong, has expired or was revoked." if form.get("token") else "Enter a token."
         return await run_in_threadpool(_sign_in_page, request, next, said)
     await run_in_threadpool(tokens.sign_out, store, cookies.secret_of(request))
-    inside = re.fullmatch(guard.INSIDE, next)
-    response = RedirectResponse(links(request).root + (next if inside else "/runs"), 303)
+    response = RedirectResponse(links(request).root + (next if guard.is_inside(next) else "/runs"), 303)
     cookies.keep(request, response, secret)
     return response
 

@@ -50,9 +50,6 @@ HEADERS = {
 #: The media type of a store as a file.
 STORE = "application/vnd.sqlite3"
 
-#: The address of a page below that of the service. Browsers take a backslash for a slash, and two slashes for another host.
-INSIDE = r"/(?![/\\])[^\x00-\x20\\\x7f]*"
-
 #: The largest request except a store, in bytes.
 REQUEST_BYTES = 2**20
 
@@ -212,7 +209,12 @@ def before(request: Request) -> str:
     """The page of this service from which a person came; empty if there is none."""
     here = request.headers.get("host", "") + request.scope.get("root_path", "").rstrip("/")
     path = request.headers.get("referer", "").partition("://")[2].removeprefix(here)
-    return path if re.fullmatch(INSIDE, path) else ""
+    return path if is_inside(path) else ""
+
+
+def is_inside(path: str) -> bool:
+    """Whether this is the path of a page here. Browsers take a backslash for a slash, and two slashes for another host."""
+    return bool(re.fullmatch(r"/(?![/\\])[^\x00-\x20\\\x7f]*", path))
 
 
 def _kept(request: Request) -> str:
