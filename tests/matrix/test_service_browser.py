@@ -638,6 +638,7 @@ def test_a_report_works_without_a_server(open_page: Open, tmp_path: Path, size: 
         page.get_by_label("flash-attn", exact=True).fill(kernel)
         page.keyboard.press("Enter")
         assert page.locator(".yours").count() == marked
+        assert page.get_by_text("Its grid: FlashAttention-4, GPU, Python 3.12").count() == (kernel == "fa4")
     page.get_by_text("or paste what is installed").click()
     page.get_by_label("pip freeze").fill("torch==2.14.0\ntransformers==5.21.0\n")
     page.get_by_label("transformers", exact=True).fill("")

@@ -65,7 +65,7 @@ class Page(HTMLParser):
         assert len(dict(attrs)) == len(attrs), (tag, attrs)
         self.text += " "
         self.elements.append((tag, {name: value or "" for name, value in attrs}))
-        if tag not in ("meta", "link", "br", "input", "img"):
+        if tag not in ("meta", "link", "br", "input", "img", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -632,6 +632,13 @@ def test_old_spellings_lead_to_todays(demo: tuple[Get, service_demo.Demo, Store]
     assert get(f"/?{old}").text == get(f"/?{new}").text
 
 
+def test_an_excluded_combination_has_a_grid_of_cells_that_exist(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    page = _page(demo[0]("/?transformers=5.9&flash-attn=fa2&device=cpu"))
+    assert "It is excluded" in page.text
+    assert "There is no such cell" not in page.text
+    assert "FlashAttention-2, GPU" in page.text.partition("Every cell")[2]
+
+
 def test_a_choice_of_grids_is_no_question(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get = demo[0]
     text = get("/?flash-attn=fa4&device=cuda").text
@@ -940,7 +947,9 @@ def test_what_changed_is_between_rows_of_the_list(store: Store, get: Get, tmp_pa
     for text in (get("/diff").text, (tmp_path / "site" / "diff.html").read_text()):
         said = text.partition('<p class="lead">')[2].partition("</p>")[0]
         assert re.findall(r"/([-\w]+)(?:\.html)?\"", said) in [[earlier, one] for one in own]
-    assert "no two runs" in get(f"/diff?new={lone[1]}").text
+    page = _page(get(f"/diff?new={lone[1]}"))
+    assert f"No earlier run of another commit has a cell of {lone[1]}" in " ".join(page.text.split())
+    assert {one["value"] for one in page.all("option")} >= {earlier, *lone}
     site = (tmp_path / "site" / "index.html").read_text()
     for text in (get("/").text, site):
         last = text.partition("Last runs:")[2].partition("</p>")[0]

@@ -107,7 +107,8 @@ def home(
         fit = {cell: one for cell, one in entries.items() if related(cell.axes.get(axis, ""), asked[axis])}
         entries = fit or entries
     yours = [minor(asked[axis]) if axis in asked else "" for axis in ("transformers", "torch")]
-    shown = _existing(filters, asked, entries, question)
+    there = [cell for cell, one in entries.items() if one.word != "excluded"]
+    shown = _existing(filters, asked, there, question)
     every = counted(entries)
     facets, tabs = choose(shown, every)
     own = {cell: one for cell, one in entries.items() if facet(cell) in facets}

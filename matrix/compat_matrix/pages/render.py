@@ -90,7 +90,9 @@ def environment() -> Environment:
         undefined=StrictUndefined,
         finalize=lambda value: clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
-    made.filters |= {one.__name__: one for one in (common.moment, common.duration, common.counted, plural, code, broken)}
+    made.filters |= {
+        one.__name__: one for one in (common.moment, common.duration, common.counted, plural, code, broken)
+    }
     made.filters |= {"shell": shlex.join, "shared": _shared, "if_shared": if_marked}
     made.globals |= {
         "one_line": common.one_line,

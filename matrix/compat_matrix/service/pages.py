@@ -60,8 +60,10 @@ def the_home(request: Request, site: Current) -> Response:
         return RedirectResponse(links(request)(**{**chosen, "run": run.id}))
     running = {one.cell for one in submissions.running(store, run.id if run else None)}
     newest = [] if run else store.newest()
-    of_run = run and grid.of_run(run, store.summary(run.id), running)
-    entries = grid.newest(newest, site.served, running) if of_run is None else of_run
+    if run:
+        entries = grid.of_run(run, store.summary(run.id), running)
+    else:
+        entries = grid.newest(newest, site.served, running)
     question = ask.is_question(asked, request.query_params)
     answer = site.answer(asked, newest=newest) if question and not run and not _live(request) else None
     if chosen["only"]:
@@ -132,8 +134,8 @@ def the_diff(request: Request, site: Current, old: str = "", new: str = "") -> R
     run = site.run(new or "latest") if old or new else None
     earlier = [one for one in every[every.index(run) if run else 0 :] if not one.partial]
     two = (site.run(old), run) if old and run else runs.last_two(site.store, earlier, run)
-    listed = runs.wholes([*every[:_RUNS], *(two or ())])
-    return shown(request, "diff", **runs.changes(site.store, two), runs=listed)
+    listed = runs.wholes([*runs.wholes(every)[: runs.SEARCHED], *(two or (run and [run]) or ())])
+    return shown(request, "diff", **runs.changes(site.store, two), runs=listed, run=run)
 
 
 @router.get("/seams")

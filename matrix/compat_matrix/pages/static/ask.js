@@ -292,13 +292,15 @@ function show(form) {
   mine(asked);
 }
 
-// Mark the row and the column of the reader in the grids of such cells, and scroll to the column.
+// Mark the row and the column of the reader in the grids of such cells, and scroll to the column; or else name the page with one.
 function mine(asked) {
+  const fits = (axes) => Object.entries(axes).every(([axis, value]) => !asked[axis] || related(value, asked[axis]));
   const mark = (one, is) => one.classList.toggle("yours", is);
-  for (const table of document.querySelectorAll("table.grid")) {
-    const shared = Object.entries(JSON.parse(table.dataset.axes));
-    const fits = shared.every(([axis, value]) => !asked[axis] || related(value, asked[axis]));
-    const [transformers, torch] = [asked.transformers, asked.torch].map((text) => (fits ? text.split(".").slice(0, 2).join(".") : ""));
+  const tables = [...document.querySelectorAll("table.grid")].map((table) => [table, fits(JSON.parse(table.dataset.axes))]);
+  const grid = tables.some(([, fit]) => fit) ? null : MATRIX.grids.find((one) => fits(one.axes));
+  if (grid) document.getElementById("answer").append(made("p", "", "Its grid: ", Object.assign(made("a", "", grid.name), { href: `${grid.file}#grid` })));
+  for (const [table, fit] of tables) {
+    const [transformers, torch] = [asked.transformers, asked.torch].map((text) => (fit ? text.split(".").slice(0, 2).join(".") : ""));
     const heads = [...table.tHead.rows[0].cells];
     const column = heads.findIndex((head) => head.dataset.value === torch && torch);
     for (const row of table.rows) {
