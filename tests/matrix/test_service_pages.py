@@ -63,7 +63,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert len(dict(attrs)) == len(attrs), (tag, attrs)
-        self.text += " "
+        self.text += " " * (tag != "wbr")
         self.elements.append((tag, {name: value or "" for name, value in attrs}))
         if tag not in ("meta", "link", "br", "input", "img", "wbr"):
             self.open.append(tag)

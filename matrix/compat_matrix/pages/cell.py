@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ..cells import Cell, spelled
+from ..cells import Cell
 from ..results import Test
 from ..store import Measured, Past, Run, Store
 from ..store.submissions import Running
@@ -55,7 +55,6 @@ def values(
         "history": [(one, entry(one)) for one in history[:HISTORY]],
         "newest": history[0] if history else None,
         "older": len(history) > HISTORY,
-        "question": {spelled(axis): value for axis, value in cell.axes.items()},
         "reproduce": common.reproduce(cell, shown.run if shown else None),
     }
     if found is None or past is None:

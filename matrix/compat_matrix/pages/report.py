@@ -152,7 +152,7 @@ class _Report:
             file = "index.html" if chosen == default else file_name("grid-", "-".join(*chosen))
             pages.setdefault(file, _Page(file, "home", [], partial(self._home, filters)))
             pages[file].addresses.append(address)
-            self.grids[file] = next(iter(chosen))
+            self.grids.update((file, one) for one in chosen)
             todo += [tab.filters for some in tabs.values() for tab in some]
         return pages.values()
 

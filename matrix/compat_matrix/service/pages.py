@@ -60,10 +60,7 @@ def the_home(request: Request, site: Current) -> Response:
         return RedirectResponse(links(request)(**{**chosen, "run": run.id}))
     running = {one.cell for one in submissions.running(store, run.id if run else None)}
     newest = [] if run else store.newest()
-    if run:
-        entries = grid.of_run(run, store.summary(run.id), running)
-    else:
-        entries = grid.newest(newest, site.served, running)
+    entries = grid.of_run(run, store.summary(run.id), running) if run else grid.newest(newest, site.served, running)
     question = ask.is_question(asked, request.query_params)
     answer = site.answer(asked, newest=newest) if question and not run and not _live(request) else None
     if chosen["only"]:
