@@ -649,7 +649,8 @@ def test_a_report_works_without_a_server(open_page: Open, tmp_path: Path, size: 
     axe, rules = Axe(), RULES | {"preload": False}  # a page of a file can't read its own styles
     for path in ("index.html", "runs.html", "diff.html", "seams.html", "types.html", f"runs/{made.runs['new']}.html"):
         page.goto(f"{index.removesuffix('index.html')}{path}")
-        assert axe.run(page, options=rules).violations_count == 0, path
+        found = axe.run(page, options=rules)
+        assert found.violations_count == 0, f"{path}: {found.generate_report()}"
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], path
     page.goto(index)
     page.locator(".grid a").first.click()
