@@ -141,7 +141,7 @@ def site(session: nox.Session) -> None:
     results = Path(session.create_tmp(), "results.sqlite").absolute()
     results.write_bytes(lzma.decompress(Path("docs/compatibility.sqlite.xz").read_bytes()))
     folder = session.posargs or [f"{results.parent}/site"]
-    session.run("kernel-compat-matrix", "report", "--store", str(results), *folder)
+    session.run("kernel-compat-matrix", "report", "--store", str(results), "--axes", "matrix/axes.toml", *folder)
 
 
 @nox.session(tags=["ci"])

@@ -58,7 +58,7 @@ class Page(HTMLParser):
         self.ids += [given["id"] or ""] if "id" in given else []
         self.labels += [given["aria-labelledby"] or ""] if "aria-labelledby" in given else []
         self.unscoped += tag == "th" and given.get("scope") not in ("row", "col")
-        if tag not in ("meta", "link", "br", "input"):
+        if tag not in ("meta", "link", "br", "input", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:

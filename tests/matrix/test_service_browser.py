@@ -253,6 +253,21 @@ def _with_figures(store: Store, runs: int) -> Cell:
     return cell
 
 
+def test_on_a_phone_names_break_between_their_words(open_page: Open, demo: tuple[str, service_demo.Demo]) -> None:
+    page = open_page(f"{demo[0]}/seams", viewport=PHONE)
+    names = page.locator(".timeline th a, h3 code, th code").all()
+    assert len(names) == 11
+    for name in names:
+        lines = name.evaluate(
+            """(name) => [...name.childNodes].filter((one) => one.data).map((one) => {
+                const range = document.createRange();
+                range.selectNode(one);
+                return range.getClientRects().length;
+            })"""
+        )
+        assert {*lines} == {1}
+
+
 def test_figures_are_plotted_with_commits_and_zoom(open_page: Open, tmp_path: Path) -> None:
     with Store.open(str(tmp_path / "store.db")) as store:
         cell = _with_figures(store, 40)
@@ -612,12 +627,18 @@ def test_a_report_works_without_a_server(open_page: Open, tmp_path: Path, size: 
     assert page.get_by_label("torch", exact=True).input_value() == ">=2"
     page.get_by_label("torch", exact=True).fill("2.14.0+cu130")
     page.get_by_label("flash-attn", exact=True).fill("none")
+    page.get_by_role("textbox", name="python").fill("3.12")
     page.keyboard.press("Enter")
     answer = page.locator("#answer").inner_text()
     assert "1 of 2 tested combinations work, 1 was never run, 3 are excluded Exactly these" in " ".join(answer.split())
     assert page.locator(".grid thead th").nth(1).get_attribute("data-value") == "2.15"  # no column moves
     assert page.locator(".grid thead th.yours").get_attribute("data-value") == "2.14"
     assert page.locator(".grid td.yours").inner_text().split()[1] == "wrong"
+    for kernel, marked in (("fa4", 0), ("", 3)):  # this is the grid of no FlashAttention
+        page.get_by_label("flash-attn", exact=True).fill(kernel)
+        page.keyboard.press("Enter")
+        assert page.locator(".yours").count() == marked
+        assert page.get_by_text("Its grid: FlashAttention-4, GPU, Python 3.12").count() == (kernel == "fa4")
     page.get_by_text("or paste what is installed").click()
     page.get_by_label("pip freeze").fill("torch==2.14.0\ntransformers==5.21.0\n")
     page.get_by_label("transformers", exact=True).fill("")
@@ -628,7 +649,8 @@ def test_a_report_works_without_a_server(open_page: Open, tmp_path: Path, size: 
     axe, rules = Axe(), RULES | {"preload": False}  # a page of a file can't read its own styles
     for path in ("index.html", "runs.html", "diff.html", "seams.html", "types.html", f"runs/{made.runs['new']}.html"):
         page.goto(f"{index.removesuffix('index.html')}{path}")
-        assert axe.run(page, options=rules).violations_count == 0, path
+        found = axe.run(page, options=rules)
+        assert found.violations_count == 0, f"{path}: {found.generate_report()}"
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], path
     page.goto(index)
     page.locator(".grid a").first.click()

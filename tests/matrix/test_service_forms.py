@@ -543,6 +543,23 @@ def test_a_run_shows_how_far_it_is(me: Person, store: Store, axes: Axes) -> None
     assert f'action="/runs/{first}/retry"' in ended
 
 
+def test_an_error_leads_back(address: str, me: Person, store: Store, axes: Axes) -> None:
+    def back(response: requests.Response) -> list[str]:
+        assert response.status_code >= 400
+        return re.findall(r'<a href="([^"]*)">Back</a>', response.text)
+
+    (cell, *_) = axes.cells
+    run = stored(store, [passed(cell)])
+    assert back(me.post(f"/runs/{run}/retry")) == [f"/runs/{run}"]  # there is nothing to retry
+    assert back(me.get("/runs/nothing", headers={"referer": f"{address}/runs?before={run}"})) == [f"/runs?before={run}"]
+    assert back(me.get("/cells/nothing")) == []
+    for elsewhere in ("https://evil.example/", f"{address}.evil.example/", f"{address}//evil.example/", address):
+        assert back(me.get("/nothing", headers={"referer": elsewhere})) == []
+    sent = me.post(f"/runs/{run}/retry", headers={"sec-fetch-site": "cross-site"})
+    assert "another site" in sent.text
+    assert back(sent) == []
+
+
 def test_a_retry_shows_what_is_run_again(me: Person, store: Store, axes: Axes) -> None:
     me.post("/runs", data={"torch": "2.11"})
     run = store.runs()[0].id

@@ -63,9 +63,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert len(dict(attrs)) == len(attrs), (tag, attrs)
-        self.text += " "
+        self.text += " " * (tag != "wbr")
         self.elements.append((tag, {name: value or "" for name, value in attrs}))
-        if tag not in ("meta", "link", "br", "input", "img"):
+        if tag not in ("meta", "link", "br", "input", "img", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -661,6 +661,13 @@ def test_the_form_s_own_examples_are_answered_without_its_script(demo: tuple[Get
     assert "FlashAttention-2, GPU" in page.text
 
 
+def test_an_excluded_combination_has_a_grid_of_cells_that_exist(demo: tuple[Get, service_demo.Demo, Store]) -> None:
+    page = _page(demo[0]("/?transformers=5.9&flash-attn=fa2&device=cpu"))
+    assert "It is excluded" in page.text
+    assert "There is no such cell" not in page.text
+    assert "FlashAttention-2, GPU" in page.text.partition("Every cell")[2]
+
+
 def test_a_choice_of_grids_is_no_question(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     get = demo[0]
     text = get("/?flash-attn=fa4&device=cuda").text
@@ -902,7 +909,7 @@ def test_runs_of_a_commit_are_a_row_in_the_order_of_their_start(store: Store, ge
     store.add(shards[1], passed(OLD[2]))
     store.add(figures, passed(OLD[0]))
     text = get("/runs").text
-    rows = re.findall(r"<tr><th scope=\"row\">.*?</tr>", text, re.DOTALL)
+    rows = re.findall(r"<tr id=.*?</tr>", text, re.DOTALL)
     assert [re.findall(r"<strong>(.*?)</strong>", row) for row in rows] == [["shard"], ["late"], ["between"], ["early"]]
     assert {*re.findall(r'href="/runs/([^"]+)"', rows[0])} == {*shards, figures}
     said = " ".join(Page(f"<table>{rows[0]}</table>").text.split())
@@ -944,13 +951,44 @@ def test_what_changed(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     old, new = made.runs["old"], made.runs["new"]
     page = _page(get("/diff", params={"old": old, "new": new}))
     assert "Broke: 10" in page.text
-    assert "Gone: 150" in page.text
+    assert "Only in the earlier run: 150" in page.text
     assert f"/cells/py312-tf5.17-torch2.12?run={new}" in page.links
     assert _page(get(f"/diff?new={new}")).text == page.text
     assert "Mended: 10" in _page(get("/diff", params={"old": new, "new": old})).text
     assert "Nothing changed." in _page(get("/diff", params={"old": new, "new": new})).text
     assert made.runs["new"] in _page(get("/diff")).text
     assert made.runs["running"] in _page(get(f"/diff?old={old}")).text
+
+
+def test_what_changed_is_between_rows_of_the_list(store: Store, get: Get, tmp_path: Path) -> None:
+    """The parts of a commit's run have different cells, which says nothing, and cells of a new release have no earlier run."""
+
+    def run(revision: str, *of: Cell, suite: str = "") -> str:
+        command = f"run --suite {suite}" if suite else "run"
+        name = store.new_run(of, label="nightly", revision=revision, command=command)
+        for cell in of:
+            store.add(name, passed(cell))
+        return name
+
+    new = cells(["5.1"], ["2.11"], ["3.11", "3.12"])
+    earlier = run("1f0c7d2ab9e4", *OLD[:4])
+    own = [run("52754fa0c1d2", *OLD[:3]), run("52754fa0c1d2", *OLD[2:4])]
+    lone = [run("0b46ac130aaa", *of) for of in (new[:1], new)]
+    report.write(store, tmp_path / "site")
+    for text in (get("/diff").text, (tmp_path / "site" / "diff.html").read_text()):
+        said = text.partition('<p class="lead">')[2].partition("</p>")[0]
+        assert re.findall(r"/([-\w]+)(?:\.html)?\"", said) in [[earlier, one] for one in own]
+    page = _page(get(f"/diff?new={lone[1]}"))
+    assert f"No earlier run of another commit has a cell of {lone[1]}" in " ".join(page.text.split())
+    assert {one["value"] for one in page.all("option")} >= {earlier, *lone}
+    site = (tmp_path / "site" / "index.html").read_text()
+    for text in (get("/").text, site):
+        last = text.partition("Last runs:")[2].partition("</p>")[0]
+        assert "2 runs</a> of one commit, nightly, the last begun" in last
+        address, _, place = re.findall(r'href="([^"]*)"', last)[0].partition("#")
+        assert address in ("/runs", "runs.html")
+        row = get("/runs").text.partition(f'<tr id="{place}">')[2].partition("</tr>")[0]
+        assert all(one in row for one in lone)
 
 
 def test_tests_that_changed(store: Store, get: Get) -> None:
@@ -976,6 +1014,7 @@ def test_seams(demo: tuple[Get, service_demo.Demo, Store]) -> None:
     names = re.findall(r"transformers.cache_utils:Cache.update\s+(.*)\s+reads_models", read)
     assert names == ["layer_idx 5.0.0 to 5.23.0", "cache_kwargs 5.0.0, 5.3.0 to 5.7.0", "5.23.0"]
     text = " ".join(_page(get("/seams?distribution=torch")).text.split())
+    assert "certain" not in text  # that is of transformers
     assert "since 2.10.0 or before (query" in text
     assert "without is_causal" in text
     page = _page(get("/seams?distribution=numpy"), 422)

@@ -16,14 +16,20 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import requests
 from report_site import Page, pages_of, shown
+from served import served
 from stored import START, cells, passed, stored
+from waiting import LONG
 
+from compat_matrix.axes import load
 from compat_matrix.cells import Cell
 from compat_matrix.pages import cell as cell_page
 from compat_matrix.pages import report
 from compat_matrix.pages.render import Links, render
 from compat_matrix.results import Test
+from compat_matrix.service.app import create_app
+from compat_matrix.service.guard import Settings
 from compat_matrix.store import Store
 from kernel_compat.proofs import table
 
@@ -110,7 +116,7 @@ def test_every_page_has_a_strict_policy_and_no_script_of_its_own(pages: dict[Pat
 
 def _text(page: str) -> str:
     """What a page says between its tags."""
-    return " ".join(re.sub(r"<[^>]*>", " ", page).split())
+    return " ".join(re.sub(r"<[^>]*>", " ", page.replace("<wbr>", "")).split())
 
 
 def test_a_cell_says_what_the_page_of_a_service_says(results: Path, site: Path) -> None:
@@ -125,6 +131,27 @@ def test_a_cell_says_what_the_page_of_a_service_says(results: Path, site: Path) 
             assert " Pins The requirement files " in own
 
 
+def _shown_cells(page: str) -> list[str]:
+    """What a first page says of cells: the ranges, the numbers of each state, the grid and the reasons."""
+    parts = r'<section class="line.*?</section>|<p class="counts.*?</p>|<table.*?</table>'
+    return [*map(_text, re.findall(parts, page, re.DOTALL))]
+
+
+def test_the_grids_are_those_of_a_service(results: Path, site: Path) -> None:
+    """Also of cells that were never run, or are excluded: it starts from the cells of the axes."""
+    axes = load(ROOT / "matrix" / "axes.toml")
+    every = {
+        (cell.flash_attention, cell.device, cell.python) for cell, excluded in axes.all_cells.items() if not excluded
+    }
+    with Store.open(str(results), create=False) as store, served(create_app(store, axes, Settings())) as address:
+        for kernel, device, python in every:
+            query = {"flash-attn": kernel, "device": device, "python": python}
+            of_service = requests.get(address, query, timeout=LONG).text
+            name = f"grid-{kernel}-{device}-{python}.html"
+            of_site = shown(site, name if (site / name).exists() else "index.html")
+            assert _shown_cells(of_site) == _shown_cells(of_service), query
+
+
 def test_it_has_the_atlas_the_architectures_and_the_figures_of_each_cell(results: Path, site: Path) -> None:
     read = _text((site / "seams.html").read_text(encoding="utf-8")).partition("What is read")[2]
     names = re.findall(
@@ -133,7 +160,7 @@ def test_it_has_the_atlas_the_architectures_and_the_figures_of_each_cell(results
     assert len(names) > 90
     for target, name in names:
         assert f" transformers.{target} {name}{' ' * bool(name)}" in read
-    types = (site / "types.html").read_text(encoding="utf-8")
+    types = (site / "types.html").read_text(encoding="utf-8").replace("<wbr>", "")
     every = [name for release in table.releases() for name in table.known(release)]
     assert len({*every}) > 300
     for name in {*every}:

@@ -48,8 +48,9 @@ def store(url: str) -> Iterator[Store]:
 
 
 @pytest.fixture
-def call(url: str) -> Command:
-    """Run a view with a command line."""
+def call(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Run a view with a command line, in a folder without axes."""
+    monkeypatch.chdir(tmp_path)
 
     def call(view: ModuleType, *arguments: str, function: str = "") -> int:
         options = parse([function or view.__name__.rpartition(".")[2], *arguments])

@@ -1,7 +1,7 @@
 """The first page: the state of each cell, the facets to choose from, and the reasons."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..cells import AXES, VERSIONED, Cell, spelled
@@ -84,6 +84,12 @@ def entry(past: Past | None, running: bool = False, excluded: str = "") -> Entry
     return Entry(state, common.word(summary), running, past, "" if state == "passed" else summary.reason)
 
 
+def newest(results: Iterable[Past], served: Mapping[Cell, str], running: Collection[Cell] = ()) -> dict[Cell, Entry]:
+    """The entries of the cells of the axes, each with the reason for which they exclude it, and of those with a result or a plan."""
+    entries = {cell: entry(None, excluded=why) for cell, why in served.items()}
+    return entries | {one.cell: entry(one, one.cell in running) for one in results}
+
+
 def of_run(run: Run, summary: Mapping[Cell, Summary], running: Collection[Cell] = ()) -> dict[Cell, Entry]:
     """The entries of a run's cells."""
     return {cell: entry(Past(cell, run, one), cell in running) for cell, one in summary.items()}
@@ -101,7 +107,8 @@ def home(
         fit = {cell: one for cell, one in entries.items() if related(cell.axes.get(axis, ""), asked[axis])}
         entries = fit or entries
     yours = [minor(asked[axis]) if axis in asked else "" for axis in ("transformers", "torch")]
-    shown = _existing(filters, asked, entries, question)
+    there = [cell for cell, one in entries.items() if one.word != "excluded"]
+    shown = _existing(filters, asked, there, question)
     every = counted(entries)
     facets, tabs = choose(shown, every)
     own = {cell: one for cell, one in entries.items() if facet(cell) in facets}
@@ -113,7 +120,7 @@ def home(
         return bool(state) or own[cell].word != "excluded"
 
     blocks = [
-        (title, _usual_day(own, rows), columns, rows)
+        (title, _usual_day(own, rows), _shared(rows), columns, rows)
         for title, columns, rows in common.blocks({cell: cell for cell in own}, exists, newest_first=True)
     ]
     return {
@@ -126,6 +133,12 @@ def home(
         "blocks": blocks,
         "groups": groups(own),
     }
+
+
+def _shared(rows: Sequence[tuple[str, Sequence[Cell | None]]]) -> dict[str, str]:
+    """What the cells of a table share, by axis."""
+    cell = next(filter(None, rows[0][1]))
+    return {axis: value for axis, value in cell.axes.items() if axis not in ("transformers", "torch")}
 
 
 def _usual_day(own: Mapping[Cell, Entry], rows: Iterable[tuple[str, Iterable[Cell | None]]]) -> str:

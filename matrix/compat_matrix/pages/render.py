@@ -90,7 +90,9 @@ def environment() -> Environment:
         undefined=StrictUndefined,
         finalize=lambda value: clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
-    made.filters |= {one.__name__: one for one in (common.moment, common.duration, common.counted, plural, code)}
+    made.filters |= {
+        one.__name__: one for one in (common.moment, common.duration, common.counted, plural, code, broken)
+    }
     made.filters |= {"shell": shlex.join, "shared": _shared, "if_shared": if_marked}
     made.globals |= {
         "one_line": common.one_line,
@@ -107,6 +109,11 @@ def environment() -> Environment:
 def code(text: str) -> Markup:
     """A text as HTML, in which what stands between backticks is code."""
     return Markup(re.sub(r"(`+)(.+?)\1", r"<code>\2</code>", str(escape(clean(text)))))
+
+
+def broken(name: str) -> Markup:
+    """A qualified name as HTML that a narrow page breaks between its words."""
+    return Markup(re.sub(r"(?<=[.:_])(?=[^.:_])|(?<=[a-z])(?=[A-Z])", "<wbr>", str(escape(clean(name)))))
 
 
 @pass_context

@@ -120,8 +120,8 @@ class _Report:
         self.axes, self.judge = axes, Judge(store, Rules.of(axes) if axes else None, self.newest)
         every = runs.newest_first(store.runs())
         self.runs = [one for one in every if (not one.partial if names is None else one.whole in names)]
-        self.entries = {one.cell: grid.entry(one) for one in self.newest}
-        self.own = ask.own_axes(self.entries)
+        self.entries = grid.newest(self.newest, axes.all_cells if axes and names is None else {})
+        self.own, self.grids = ask.own_axes(self.entries), dict[str, grid.Facet]()
 
     def files(self) -> Iterator[tuple[str, str]]:
         """The name and the content of each file."""
@@ -132,7 +132,7 @@ class _Report:
             if not name.startswith("htmx") and name != _LINES:  # the one is for a service alone, the other for a report
                 yield name, content.decode()
         yield _LICENCE, (files("compat_matrix") / "pages/static" / _LICENCE).read_text(encoding="utf-8")
-        yield "answers.js", answers(self.judge, Links("", at))
+        yield "answers.js", answers(self.judge, Links("", at), self.grids)
         for page in pages:
             links = Links("../" * page.file.count("/"), at)
             yield page.file, render(page.template, links, project, **page.values())
@@ -153,13 +153,14 @@ class _Report:
             file = "index.html" if chosen == default else file_name("grid-", "-".join(*chosen))
             pages.setdefault(file, _Page(file, "home", [], partial(self._home, filters)))
             pages[file].addresses.append(address)
+            self.grids.update((file, one) for one in chosen)
             todo += [tab.filters for some in tabs.values() for tab in some]
         return pages.values()
 
     def _home(self, filters: Mapping[str, str]) -> dict[str, Any]:
         newest = next((one for one in self.runs if one.state != "interrupted"), None)
         fixed = {"fields": ask.fields(self.own), "answer": None, "run": None, "active": False}
-        return grid.home(filters, {}, self.entries) | {"newest": newest, **fixed}
+        return grid.home(filters, {}, self.entries) | {"last": runs.row_of(newest, self.runs), **fixed}
 
     def _others(self) -> Iterator[_Page]:
         store, address = self.store, self.address
@@ -191,8 +192,8 @@ class _Report:
         return cell_page.values(self.store, past.cell, past, history)
 
 
-def answers(judge: Judge, links: Links) -> str:
-    """A script with what the judge knows, in which `ask.js` finds the answer to a question."""
+def answers(judge: Judge, links: Links, grids: Mapping[str, grid.Facet] = {}) -> str:
+    """A script with what the judge knows, in which `ask.js` finds the answer to a question, and with the facet of each grid by its file."""
     store, rules = judge.store, judge.rules
     ended = [one for one in judge.known if one.ended]
     exact = [one.exact for one in ended]
@@ -215,6 +216,11 @@ def answers(judge: Judge, links: Links) -> str:
         "devices": common.DEVICES,
         "kernels": common.KERNELS,
         "signs": common.SIGNS,
+        "grids": [
+            {"file": file, "name": f"{common.kernel_name(kernel, device)}, Python {python}"}
+            | {"axes": {"flash_attention": kernel, "device": device, "python": python}}
+            for file, (kernel, device, python) in grids.items()
+        ],
     }
     return f"const MATRIX = {json.dumps(data, separators=(',', ':'))};\n".replace("<", "\\u003c")
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -60,12 +61,22 @@ def wholes(runs: Iterable[Run]) -> list[Run]:
 
 
 def by_commit(runs: Iterable[Run]) -> list[list[Run]]:
-    """The runs of each commit and label. Without a commit, or a label for changes on top of it, only the parts of a run belong together."""
+    """The runs of each row, the newest row and in it the newest run first."""
     found: dict[tuple[str, ...], list[Run]] = {}
     for run in newest_first(runs):
-        same = run.revision and (run.label or not run.revision.endswith("+"))
-        found.setdefault((run.revision, run.label) if same else (run.whole,), []).append(run)
+        found.setdefault(_row(run), []).append(run)
     return [*found.values()]
+
+
+def row_of(run: Run | None, runs: Iterable[Run]) -> list[Run]:
+    """Those of these runs that are in a row with a run, newest first."""
+    return [one for one in newest_first(runs) if run and _row(one) == _row(run)]
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    """The commit and label of a row. Without a commit, or a label for changes on top of it, only the parts of a run are a row."""
+    same = run.revision and (run.label or not run.revision.endswith("+"))
+    return (run.revision, run.label) if same else (run.whole,)
 
 
 def batches(store: Store, groups: Sequence[Sequence[Run]]) -> list[Batch]:
@@ -132,15 +143,16 @@ def changes(store: Store, two: tuple[Run, Run] | None) -> dict[str, Any]:
     return {"diff": two and diff.compare(store, two[0].id, two[1].id), "lists": diff.LISTS}
 
 
-def last_two(store: Store, runs: Sequence[Run]) -> tuple[Run, Run] | None:
-    """The first of these runs with results, after the first one behind it that has its suite and some of its cells."""
-    new, cells = None, set[Cell]()
-    for one in runs[:SEARCHED]:
-        if new and (one.whole == new.whole or one.suite != new.suite):
-            continue
-        ran = {cell for cell, summary in store.summary(one.id, brief=True).items() if summary.verdict}
-        if new and ran & cells:
-            return one, new
-        if not new and ran:
-            new, cells = one, ran
+def last_two(store: Store, runs: Iterable[Run], new: Run | None = None) -> tuple[Run, Run] | None:
+    """The newest of these runs, or else `new`, after the newest one before it of another row that has its suite and some of its cells."""
+
+    @cache
+    def ran(run: Run) -> set[Cell]:
+        return {cell for cell, summary in store.summary(run.id, brief=True).items() if summary.verdict}
+
+    every = wholes(runs)[:SEARCHED]
+    for place, one in enumerate([new] if new else every):
+        for old in every[place:]:
+            if old.suite == one.suite and _row(old) != _row(one) and ran(old) & ran(one):
+                return old, one
     return None

@@ -8,6 +8,9 @@ from typing import Any
 from ..store import Store, documents
 from ..views.ranges import Releases
 
+#: What differs between the wrong claims of shims, besides the releases.
+WRONG = ("shim", "target", "expected", "certain", "found")
+
 
 def values(store: Store) -> dict[str, dict[str, Any]]:
     """The values of the page of each distribution, the first one first; one page without an atlas if none is stored."""
@@ -29,9 +32,15 @@ def _timeline(atlas: Mapping[str, Any], distribution: str) -> dict[str, Any]:
     own = [seam for seam in atlas["seams"] if seam["distribution"] == distribution]
     seams = [(seam, _spans(seam["history"], releases)) for seam in own]
     write = Releases(releases)
+    targets = {seam["target"] for seam in own}
+    wrong: dict[tuple[Any, ...], set[str]] = {}
+    for one in atlas["check"].get("disagreements", ()):
+        if one["target"] in targets and one["release"] in releases:
+            wrong.setdefault(tuple(map(one.get, WRONG)), set()).add(one["release"])
     named = [one for one in atlas["reads"] if one["distribution"] == distribution]
     read = [(one, write(release for release in one["releases"] if release in releases)) for one in named]
-    return {"distribution": distribution, "releases": releases, "pythons": pythons, "seams": seams, "reads": read}
+    shown = {"distribution": distribution, "releases": releases, "pythons": pythons}
+    return {**shown, "seams": seams, "reads": read, "wrong": [(write(some), *one) for one, some in wrong.items()]}
 
 
 def _spans(history: Sequence[Mapping[str, Any]], releases: Sequence[str]) -> list[tuple[Mapping[str, Any], int]]:

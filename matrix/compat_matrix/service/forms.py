@@ -1,7 +1,6 @@
 """The forms of the pages: a person signs in and out, and submits, cancels and retries runs. `guard` checks who sends them."""
 
 import hashlib
-import re
 import secrets
 from collections.abc import Iterable
 from typing import Any
@@ -34,9 +33,7 @@ _WRONG = {
 @router.get("/sign-in")
 def the_sign_in(request: Request) -> Response:
     """The form that takes a token, or says who is signed in; then the person returns to the page with the link to this one."""
-    here = f"{request.headers.get('host', '')}{links(request).root}"
-    before = request.headers.get("referer", "").partition("://")[2]
-    return _sign_in_page(request, before.removeprefix(here) if before.startswith(f"{here}/") else "")
+    return _sign_in_page(request, guard.before(request))
 
 
 def _sign_in_page(request: Request, next: str, wrong: str = "") -> Response:
@@ -56,8 +53,7 @@ async def sign_in(request: Request) -> Response:
         said = "This token is wrong, has expired or was revoked." if form.get("token") else "Enter a token."
         return await run_in_threadpool(_sign_in_page, request, next, said)
     await run_in_threadpool(tokens.sign_out, store, cookies.secret_of(request))
-    inside = re.fullmatch(r"/(?![/\\])[^\x00-\x20\\\x7f]*", next)  # browsers take a backslash for a slash
-    response = RedirectResponse(links(request).root + (next if inside else "/runs"), 303)
+    response = RedirectResponse(links(request).root + (next if guard.is_inside(next) else "/runs"), 303)
     cookies.keep(request, response, secret)
     return response
 

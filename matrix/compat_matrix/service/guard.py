@@ -2,6 +2,7 @@
 
 import base64
 import logging
+import re
 import secrets
 import time
 import zlib
@@ -198,8 +199,22 @@ def refuse(request: Request, error: Exception) -> Response:
             headers = {**(headers or {}), "hx-refresh": "true"}
         page = render("sign_in", links, project, user=user, text=text, next=_kept(request))
     else:
-        page = render("error", links, project, user=user, title=_TITLES.get(status, "Refused"), text=text)
+        sent = request.method not in ("GET", "HEAD")
+        back = before(request) if not sent else _kept(request) if _same_origin(request) else ""
+        page = render("error", links, project, user=user, title=_TITLES.get(status, "Refused"), text=text, back=back)
     return HTMLResponse(page, status, headers)
+
+
+def before(request: Request) -> str:
+    """The page of this service from which a person came; empty if there is none."""
+    here = request.headers.get("host", "") + request.scope.get("root_path", "").rstrip("/")
+    path = request.headers.get("referer", "").partition("://")[2].removeprefix(here)
+    return path if is_inside(path) else ""
+
+
+def is_inside(path: str) -> bool:
+    """Whether this is the path of a page here. Browsers take a backslash for a slash, and two slashes for another host."""
+    return bool(re.fullmatch(r"/(?![/\\])[^\x00-\x20\\\x7f]*", path))
 
 
 def _kept(request: Request) -> str:
@@ -212,7 +227,7 @@ def _kept(request: Request) -> str:
         return path.rpartition("/")[0]
     with suppress(ValueError):
         query = urlencode([one for one in fields(request.state.form) if one[0] != "form"])
-        if len(query) <= 8_000:
+        if 0 < len(query) <= 8_000:
             return f"/submit?{query}"
     return "/submit"
 

@@ -60,17 +60,15 @@ def the_home(request: Request, site: Current) -> Response:
         return RedirectResponse(links(request)(**{**chosen, "run": run.id}))
     running = {one.cell for one in submissions.running(store, run.id if run else None)}
     newest = [] if run else store.newest()
-    if run:
-        entries = grid.of_run(run, store.summary(run.id), running)
-    else:
-        entries = {cell: grid.entry(None, excluded=why) for cell, why in site.served.items()}
-        entries |= {one.cell: grid.entry(one, one.cell in running) for one in newest}
+    entries = grid.of_run(run, store.summary(run.id), running) if run else grid.newest(newest, site.served, running)
     question = ask.is_question(asked, request.query_params)
     answer = site.answer(asked, newest=newest) if question and not run and not _live(request) else None
     if chosen["only"]:
         condition = Expression(chosen["only"], values_of(entries))
         entries = {cell: one for cell, one in entries.items() if condition(cell)}
-    values = grid.home(chosen, asked, entries, question=question) | {"newest": store.last()}
+    last = store.last()
+    row = runs.row_of(last, store.runs(label=last and last.label))
+    values = grid.home(chosen, asked, entries, question=question) | {"last": row}
     values |= {"fields": ask.fields(own), "answer": answer, "run": run, "active": bool(running)}
     return shown(request, "home", **values)
 
@@ -132,9 +130,9 @@ def the_diff(request: Request, site: Current, old: str = "", new: str = "") -> R
     every = runs.newest_first(site.store.runs())
     run = site.run(new or "latest") if old or new else None
     earlier = [one for one in every[every.index(run) if run else 0 :] if not one.partial]
-    two = (site.run(old), run) if old and run else runs.last_two(site.store, [run, *earlier] if run else earlier)
-    listed = runs.wholes([*every[:_RUNS], *(two or ())])
-    return shown(request, "diff", **runs.changes(site.store, two), runs=listed)
+    two = (site.run(old), run) if old and run else runs.last_two(site.store, earlier, run)
+    listed = runs.wholes([*runs.wholes(every)[: runs.SEARCHED], *(two or (run and [run]) or ())])
+    return shown(request, "diff", **runs.changes(site.store, two), runs=listed, run=run)
 
 
 @router.get("/seams")

@@ -341,9 +341,10 @@ class Store(AbstractContextManager["Store"]):
             return queries.measured(connection, queries.MEASURED.where(queries.of_run(*runs)))
 
     def series(self, cell: Cell) -> list[Measured]:
-        """The figures of a cell's last 100 results that have any, in the order received."""
+        """The figures of a cell's last 100 results that have any, in the order in which their runs began."""
         with self.reading() as connection:
-            return queries.measured(connection, queries.LAST_MEASURED, cell=cell.name).get(cell, [])
+            found = queries.measured(connection, queries.LAST_MEASURED, cell=cell.name).get(cell, [])
+        return sorted(found, key=lambda one: one.run.started)
 
     def history(self, cell: Cell, *, limit: int | None = None) -> list[Past]:
         """Attempts at a cell, at most the `limit` newest ones: the newest run and its latest attempt first."""

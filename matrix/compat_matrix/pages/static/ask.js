@@ -387,14 +387,18 @@ function show(form) {
   if (found.evidence.length) place.append(listed(found.evidence, asked));
   if (found.against.length) place.append(made("p", "", "What fails next to it:"), listed(found.against, asked));
   if (found.works && !found.evidence.includes(found.works)) place.append(made("p", "", "The nearest combination that works:"), listed([found.works], asked));
-  const minor = (text) => text.split(".").slice(0, 2).join(".");
-  mine(minor(asked.transformers), minor(asked.torch));
+  mine(asked);
 }
 
-// Mark the row and the column of the reader, and scroll to the column.
-function mine(transformers, torch) {
+// Mark the row and the column of the reader in the grids of such cells, and scroll to the column; or else name the page with one.
+function mine(asked) {
+  const fits = (axes) => Object.entries(axes).every(([axis, value]) => !asked[axis] || related(value, asked[axis]));
   const mark = (one, is) => one.classList.toggle("yours", is);
-  for (const table of document.querySelectorAll("table.grid")) {
+  const tables = [...document.querySelectorAll("table.grid")].map((table) => [table, fits(JSON.parse(table.dataset.axes))]);
+  const grid = tables.some(([, fit]) => fit) ? null : MATRIX.grids.find((one) => fits(one.axes));
+  if (grid) document.getElementById("answer").append(made("p", "", "Its grid: ", Object.assign(made("a", "", grid.name), { href: `${grid.file}#grid` })));
+  for (const [table, fit] of tables) {
+    const [transformers, torch] = [asked.transformers, asked.torch].map((text) => (fit ? text.split(".").slice(0, 2).join(".") : ""));
     const heads = [...table.tHead.rows[0].cells];
     const column = heads.findIndex((head) => head.dataset.value === torch && torch);
     for (const row of table.rows) {
