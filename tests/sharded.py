@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -20,7 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 import transformers
 from ranks import EXPERTS, KERNEL
-from tiny import CAUSAL_LMS, TRANSFORMERS, VOCAB, load, saved
+from small_mixers import MODELS, InDouble
+from tiny import CAUSAL_LMS, TRANSFORMERS, VOCAB, load, save, saved
 from torch import Tensor
 
 import kernel_compat
@@ -44,6 +46,11 @@ class Case:
     packed: str = ""
     split: str = "balanced"
     checkpointed: bool = False
+
+    @property
+    def in_double(self) -> bool:
+        """Whether casts to float32 are left out: a mode, which isn't there while a checkpoint is computed again."""
+        return self.model in MODELS and not self.checkpointed
 
     def batch(self) -> dict[str, Any]:
         """The whole batch, with labels of the tokens that follow one of their sequence."""
@@ -85,17 +92,57 @@ CASES = {
     "sinks": Case("gpt_oss_sinks", rows=2),
     "smaller value heads": Case("deepseek_value_dim", rows=2),
 }
+#: Mixers whose forwards are made of functions from this release on.
+OF_FUNCTIONS = (5, 19)
+MIXERS = [
+    *(
+        "mamba",
+        "mamba2",
+        "falcon_mamba",
+        "jamba",
+        "bamba",
+        "falcon_h1",
+        "granitemoehybrid",
+        "nemotron_h",
+        "zamba",
+        "lfm2",
+        "lfm3",
+    ),
+    *("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"),
+]
+CASES |= {f"packed, {mixer}": Case(mixer, packed="positions") for mixer in MIXERS}
+CASES |= {
+    "rows of a mixer": Case("qwen3_next", rows=2, padded=True, split="contiguous"),
+    "a mixer in rows packed otherwise, checkpointed": Case("falcon_h1", rows=2, packed="lengths", checkpointed=True),
+}
 
 
 def cases() -> dict[str, Case]:
-    """The cases whose models this transformers has."""
-    return {name: case for name, case in CASES.items() if case.model in CAUSAL_LMS}
+    """The cases whose models this transformers has, and can spread."""
+    spreads = TRANSFORMERS.release >= OF_FUNCTIONS
+    return {
+        name: case for name, case in CASES.items() if case.model in CAUSAL_LMS or (spreads and case.model in MODELS)
+    }
+
+
+def path_of(folder: Path, model: str) -> Path:
+    """Save a tiny model once per folder."""
+    if model in CAUSAL_LMS:
+        return saved(folder, model)
+    return save(folder, model, transformers.AutoModelForCausalLM, MODELS[model]())
 
 
 def judged(case: Case, name: str, models: Path, over: ContextParallel | None = None) -> tuple[Tensor, Tensor, Any]:
+    """`computed` in float64, in which mixers compute their states in float32 otherwise."""
+    with InDouble() if case.in_double else nullcontext():
+        return computed(case, name, models, over)
+
+
+def computed(case: Case, name: str, models: Path, over: ContextParallel | None = None) -> tuple[Tensor, Tensor, Any]:
     """The loss, the logits of the whole batch and the gradients; under `over` each rank's share of the first and the last."""
-    options = {"experts_implementation": "eager"} if case.model in EXPERTS and TRANSFORMERS.release >= (5,) else {}
-    model = load(saved(models, case.model), name, **options).to(torch.float64)
+    has_experts = case.model in EXPERTS or case.model in MODELS
+    options = {"experts_implementation": "eager"} if has_experts and TRANSFORMERS.release >= (5,) else {}
+    model = load(path_of(models, case.model), name, **options).to(torch.float64)
     if case.checkpointed:
         model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     batch = case.batch()
@@ -116,7 +163,7 @@ def judged(case: Case, name: str, models: Path, over: ContextParallel | None = N
 def start(folder: Path, ranks: int) -> dict[str, Any]:
     """Run this program; returns its results."""
     for case in cases().values():
-        saved(folder, case.model)
+        path_of(folder, case.model)
     done = subprocess.run(
         [sys.executable, __file__, str(folder), str(ranks)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -52,6 +52,8 @@ class ContextParallel:
         if split not in get_args(Split):
             raise ValueError(f"split is one of {', '.join(get_args(Split))}, not {split!r}")
         self.source, self.split = group_source(group), split
+        #: Whether a mixer's first call has passed, in which the ranks exchange whether they refuse it.
+        self.has_mixed = False
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """A model's arguments for this rank's tokens, of those of the whole batch, which every rank passes alike.

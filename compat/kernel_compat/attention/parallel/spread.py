@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -29,7 +29,7 @@ from .sharding import ContextParallel
 from .split import Interval
 from .ulysses import slice_of
 
-__all__ = ["SpreadLayout", "over_ranks"]
+__all__ = ["SpreadLayout", "over_ranks", "require_positions_of", "rows_of", "sequences_between"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,12 +188,12 @@ class _Share:
                 f"a mask of shape {tuple(mask.shape)} for a sequence of {tokens}",
                 "Pass the whole batch through ContextParallel.shard.",
             )
-        return self.over.in_order(mask, _rows(batch, tokens), self.ranks)
+        return self.over.in_order(mask, rows_of(batch, tokens), self.ranks)
 
     def _spread(self, positions: Tensor | None, layout: SequenceLayout, call: AttentionCall) -> SpreadLayout:
         """The rank's share of a layout of all tokens."""
         batch, tokens = call.query.shape[:2]
-        rows = _rows(batch, tokens)
+        rows = rows_of(batch, tokens)
         sequences = rows
         if type(layout) is PackedLayout:
             sequences = _sequences_of(layout, batch * tokens)
@@ -205,39 +205,62 @@ class _Share:
             split = self.over.split_of(rows, tokens, self.ranks)  # a mask of a rank's slice says nothing of the others'
         else:
             split = self.over.split_of(sequences, tokens, self.ranks)
-        held = [column for start, stop in split.held(self.rank, batch) for column in range(start, stop)]
+        held = split.held(self.rank, batch)
         if positions is not None:
-            self._require_positions(positions, held, sequences, batch, tokens)
+            require_positions_of(held, positions, sequences, (batch, tokens), self.rank, self.wait)
         pattern = (layout.causal, layout.window)
         exchange = plan_exchange(split, sequences, batch, self.rank, pattern, call.query.device)
         return SpreadLayout(*pattern, tokens, exchange, self.group)
 
-    def _require_positions(
-        self, positions: Tensor, held: list[int], sequences: list[Interval], batch: int, tokens: int
-    ) -> None:
-        """Check that position ids are those of the rank's tokens: a model's default begins at 0 on every rank."""
-        if positions.ndim == 3 and positions.shape[0] == 4:
-            positions = positions[0]  # Qwen2-VL: those in the text
-        if positions.ndim != 2 or positions.shape[0] not in (1, batch):
-            return
-        first = torch.zeros(batch * tokens, dtype=torch.int64)
-        inside = torch.zeros(batch * tokens, dtype=torch.bool)
-        for start, stop in sequences:
-            first[start:stop], inside[start:stop] = start, True
-        at = torch.tensor(held)
-        columns, counts = (x.view(batch, -1).to(positions.device) for x in (at % tokens, at - first[at]))
-        known = inside[at].view(batch, -1).to(positions.device)
-        holds = ((positions == counts) | ~known).all() | ((positions == columns) | ~known).all()
-        require(
-            holds,
-            f"position_ids on rank {self.rank} are not those of its tokens. Pass the whole batch through ContextParallel.shard, or "
-            "positions that are sliced as the tokens are (by default they begin at 0 on every rank)",
-            self.wait,
-        )
+
+def require_positions_of(
+    held: Sequence[Interval],
+    positions: Tensor,
+    sequences: Sequence[Interval],
+    sizes: tuple[int, int],
+    rank: int,
+    wait: bool,
+) -> None:
+    """Check that position ids are those of a rank's tokens: a model's default begins at 0 on every rank.
+
+    Args:
+        held: the rank's tokens, in the flattened batch of `sizes`, as `sequences` are.
+        wait: whether to synchronise with the device and raise.
+    """
+    batch, tokens = sizes
+    if positions.ndim == 3 and positions.shape[0] == 4:
+        positions = positions[0]  # Qwen2-VL: those in the text
+    if positions.ndim != 2 or positions.shape[0] not in (1, batch):
+        return
+    first = torch.zeros(batch * tokens, dtype=torch.int64)
+    inside = torch.zeros(batch * tokens, dtype=torch.bool)
+    for start, stop in sequences:
+        first[start:stop], inside[start:stop] = start, True
+    at = torch.cat([torch.arange(start, stop) for start, stop in held])
+    columns, counts = (x.view(batch, -1).to(positions.device) for x in (at % tokens, at - first[at]))
+    known = inside[at].view(batch, -1).to(positions.device)
+    holds = ((positions == counts) | ~known).all() | ((positions == columns) | ~known).all()
+    require(
+        holds,
+        f"position_ids on rank {rank} are not those of its tokens. Pass the whole batch through ContextParallel.shard, or "
+        "positions that are sliced as the tokens are (by default they begin at 0 on every rank)",
+        wait,
+    )
 
 
-def _rows(batch: int, tokens: int) -> list[Interval]:
+def rows_of(batch: int, tokens: int) -> list[Interval]:
+    """Each row of a batch as a sequence of its own, in the flattened batch."""
     return [(row * tokens, (row + 1) * tokens) for row in range(batch)]
+
+
+def sequences_between(offsets: Sequence[int], tokens: int) -> list[Interval]:
+    """The sequences between offsets into all ranks' tokens; raises ValueError for offsets of others."""
+    if offsets[-1] != tokens:
+        raise ValueError(
+            f"{QUERY_OFFSETS.named()} and {KEY_OFFSETS.named()} end at {offsets[-1]}, and all ranks have {tokens} tokens: pass those of "
+            "all tokens, padding as a sequence of its own"
+        )
+    return [(a, b) for a, b in pairwise(offsets) if a < b]
 
 
 def _sequences_of(layout: PackedLayout, tokens: int) -> list[Interval]:
@@ -251,12 +274,7 @@ def _sequences_of(layout: PackedLayout, tokens: int) -> list[Interval]:
     if queries.indices is not None:
         starts = queries.indices[queries.cu_seqlens[:-1].long().clamp(max=len(queries.indices) - 1)].tolist()
         return [(start, start + b - a) for start, (a, b) in zip(starts, pairwise(offsets), strict=True) if a < b]
-    if offsets[-1] != tokens:
-        raise ValueError(
-            f"{QUERY_OFFSETS.named()} and {KEY_OFFSETS.named()} end at {offsets[-1]}, and all ranks have {tokens} tokens: pass those of "
-            "all tokens, padding as a sequence of its own"
-        )
-    return [(a, b) for a, b in pairwise(offsets) if a < b]
+    return sequences_between(offsets, tokens)
 
 
 def _unsupported(feature: str, advice: str) -> UnsupportedFeatureError:
