@@ -27,6 +27,7 @@ from torch import Tensor
 
 import kernel_compat
 from kernel_compat import ContextParallel
+from kernel_compat.attention.parallel import mixing
 
 NAMES = {"balanced": "my_flash_balanced", "contiguous": "my_flash_contiguous"}
 ALONE = "my_flash_alone"
@@ -110,6 +111,8 @@ MIXERS = [
     ),
     *("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"),
 ]
+#: One whose first layer is a mixer.
+MIXED = "qwen3_next"
 CASES |= {f"packed, {mixer}": Case(mixer, packed="positions") for mixer in MIXERS}
 CASES |= {
     "rows of a mixer": Case("qwen3_next", rows=2, padded=True, split="contiguous"),
@@ -162,8 +165,8 @@ def computed(case: Case, name: str, models: Path, over: ContextParallel | None =
 
 def start(folder: Path, ranks: int) -> dict[str, Any]:
     """Run this program; returns its results."""
-    for case in cases().values():
-        path_of(folder, case.model)
+    for model in {*(case.model for case in cases().values()), *({"minimax"} & MODELS.keys())}:
+        path_of(folder, model)
     done = subprocess.run(
         [sys.executable, __file__, str(folder), str(ranks)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -200,10 +203,24 @@ def work(rank: int, ranks: int, folder: Path) -> None:
     results["encoder"] = encoded(NAMES["balanced"], over["balanced"])
     results["refused"] = [None] * ranks
     dist.all_gather_object(results["refused"], refused(folder, rank))
+    replaced = functions_of_ours()
+    report = kernel_compat.uninstall()
+    results["functions of ours"] = replaced, functions_of_ours(), report.left_alone
     if rank == 0:
         torch.save(results, folder / f"sharded-{ranks}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def functions_of_ours() -> list[str]:
+    """The functions of files of transformers that the library has replaced for mixers."""
+    return [
+        f"{module.__name__}.{name}"
+        for module in [*sys.modules.values()]
+        if getattr(module, "__name__", "").startswith("transformers.models.")
+        for name, value in vars(module).items()
+        if getattr(getattr(value, "__code__", None), "co_filename", "") == mixing.__file__
+    ]
 
 
 def summed(x: Tensor) -> Tensor:
@@ -268,6 +285,30 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
     with torch.no_grad():
         ours = model(input_ids=ids, use_cache=False, skip_sequence_parallel=True).logits
         messages["skipped"] = str(float((ours - alone(input_ids=ids, use_cache=False).logits).abs().max()))
+    return messages | (refused_mixers(folder, ids, positions) if "minimax" in MODELS else {})
+
+
+def refused_mixers(folder: Path, ids: Tensor, positions: Tensor) -> dict[str, str]:
+    """The messages of mixers that can't be spread."""
+    messages = {}
+    mixed = MIXED if TRANSFORMERS.release >= OF_FUNCTIONS else "minimax"
+    for what, given in {
+        "a mixer of no functions": {"input_ids": ids, "position_ids": positions, "use_cache": False},
+        "cache of a mixer": {"input_ids": ids, "position_ids": positions, "use_cache": True},
+        "no positions of a mixer": {"input_ids": ids, "use_cache": False},
+        "default positions of a mixer": {
+            "input_ids": ids,
+            "position_ids": torch.arange(8)[None],
+            "use_cache": False,
+        },
+    }.items():
+        name = f"my_flash_{what.replace(' ', '_')}"
+        kernel_compat.register_attention(name, KERNEL, context_parallel=ContextParallel(split="contiguous"))
+        mixer = load(path_of(folder, "minimax" if what == "a mixer of no functions" else mixed), name)
+        try:
+            mixer(**given)
+        except (ValueError, kernel_compat.UnsupportedFeatureError) as error:
+            messages[what] = str(error)
     return messages
 
 

@@ -72,7 +72,7 @@ MODELS = there(
 )  # fmt: skip
 
 
-class InDouble(TorchFunctionMode):
+class InDouble(TorchFunctionMode):  # type: ignore[misc]
     """Casts to float32 keep float64: Kimi Linear computes its recurrence in float32, whose rounding depends on the processor."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import CASES, NAMES, cases, encoded, judged, start
-from tiny import NAME
+from sharded import CASES, NAMES, OF_FUNCTIONS, cases, encoded, judged, start
+from small_mixers import MODELS
+from tiny import NAME, TRANSFORMERS
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
@@ -65,3 +66,23 @@ def test_refused_on_every_rank(results: dict[str, Any]) -> None:
         assert "a mask of shape (1, 1, 8, 8)" in messages["4D mask"]
         assert "9 keys beside 1 queries, as with a cache" in messages["a cache"]
         assert float(messages["skipped"]) == 0
+
+
+@pytest.mark.skipif("minimax" not in MODELS, reason="this transformers has no MiniMax")
+def test_mixers_refused_on_every_rank(results: dict[str, Any]) -> None:
+    for rank, messages in enumerate(results["refused"]):
+        assert (
+            "MiniMaxLightningAttention under context parallelism does not support a state"
+            in messages["a mixer of no functions"]
+        )
+        if TRANSFORMERS.release >= OF_FUNCTIONS:
+            assert "does not support a cache of its states. Pass use_cache=False" in messages["cache of a mixer"]
+            assert "no position_ids" in messages["no positions of a mixer"]
+            own = f"position_ids on rank {rank} are not those of its tokens"
+            assert (own if rank else "of the group refuses this call") in messages["default positions of a mixer"]
+
+
+def test_functions_of_mixers_are_restored(results: dict[str, Any]) -> None:
+    replaced, restored, left = results["functions of ours"]
+    assert bool(replaced) is (TRANSFORMERS.release >= OF_FUNCTIONS)
+    assert (restored, [*left]) == ([], [])

@@ -94,13 +94,13 @@ class MixersOverRanks:
         return outputs
 
 
-def _module_of(layer: type) -> Any:
+def _module_of(layer: Any) -> Any:
     """The module of the forward of a class."""
-    return sys.modules[inspect.unwrap(layer.forward).__module__]  # type: ignore[attr-defined]
+    return sys.modules[inspect.unwrap(layer.forward).__module__]
 
 
-def _functions_of(layer: type) -> dict[str, Callable[..., Any]]:
-    """The functions that a layer's forward calls, are in the same module, and see more than one token."""
+def _functions_of(layer: Any) -> dict[str, Callable[..., Any]]:
+    """The functions that the forward of a class calls, are in the same module, and see more than one token."""
     module, names = _module_of(layer), code_names(layer)
     functions = {
         name: vars(module).get(name) for name in (*CONVOLUTION.spellings, *SCANS, *FUSED_MIXERS) if name in names
@@ -185,7 +185,8 @@ def _plan(
     (batch, length), tokens = next(iter(arguments.values())).shape[:2], context.arguments
     if (batch, length) != (tokens.batch, tokens.length):
         raise _unsupported("other tokens than those of its model's forward", layer, "Use another name for this model.")
-    if tokens.positions is None:
+    positions = tokens.positions
+    if positions is None:
         raise ValueError(
             f"no {POSITIONS.named()}: pass those of the rank's tokens, of the whole sequence, as ContextParallel.shard returns them"
         )
@@ -197,10 +198,10 @@ def _plan(
             sequences = sequences_between(offsets_on_host(tokens.lengths.offsets()[0]), batch * ranks * length)
         split = over.split_of(sequences, ranks * length, ranks)
         held = split.held(dist.get_rank(group), batch)
-        require_positions_of(held, tokens.positions, sequences, (batch, ranks * length), dist.get_rank(group), wait)
-        return _Plan(split, sequences, (batch, ranks * length), group, tokens.positions.device)
+        require_positions_of(held, positions, sequences, (batch, ranks * length), dist.get_rank(group), wait)
+        return _Plan(split, sequences, (batch, ranks * length), group, positions.device)
 
-    return memoised(tokens.positions, ("mixers over ranks", over), plan)
+    return memoised(positions, ("mixers over ranks", over), plan)
 
 
 class _Call:
@@ -334,7 +335,7 @@ def _require_spreadable(layer: nn.Module) -> None:
 
 def _require_tokenwise(layer: nn.Module) -> None:
     """Check that a layer within a mixer, which has parameters like those of one, sees each token by itself: a gate."""
-    if depthwise_convolutions(layer) or not _MIXING.isdisjoint(code_names(type(layer))):
+    if depthwise_convolutions(layer) or not _MIXING.isdisjoint(code_names(layer.__class__)):
         raise _not_made_of_functions(layer)
 
 
