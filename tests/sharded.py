@@ -12,6 +12,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ranks import EXPERTS, KERNEL
 from small_mixers import MODELS, InDouble
 from tiny import CAUSAL_LMS, TRANSFORMERS, VOCAB, load, save, saved
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import kernel_compat
 from kernel_compat import ContextParallel
@@ -120,12 +122,24 @@ CASES |= {
 }
 
 
-def cases() -> dict[str, Case]:
-    """The cases whose models this transformers has, and can spread."""
-    spreads = TRANSFORMERS.release >= OF_FUNCTIONS
-    return {
-        name: case for name, case in CASES.items() if case.model in CAUSAL_LMS or (spreads and case.model in MODELS)
-    }
+#: On a mesh of 2 x 2, along whose second dimension heads are shared.
+ON_A_MESH = 4
+CASES_ON_A_MESH = (
+    "contiguous",
+    "padded",
+    "packed by positions",
+    "a window",
+    "sinks",
+    f"packed, {MIXED}",
+    "packed, mamba",
+)
+
+
+def cases(ranks: int) -> dict[str, Case]:
+    """The cases that are run on so many ranks, whose models this transformers has and can spread."""
+    models = {*CAUSAL_LMS, *(MODELS if TRANSFORMERS.release >= OF_FUNCTIONS else ())}
+    names = CASES_ON_A_MESH if ranks == ON_A_MESH else CASES
+    return {name: CASES[name] for name in names if CASES[name].model in models}
 
 
 def path_of(folder: Path, model: str) -> Path:
@@ -165,7 +179,7 @@ def computed(case: Case, name: str, models: Path, over: ContextParallel | None =
 
 def start(folder: Path, ranks: int) -> dict[str, Any]:
     """Run this program; returns its results."""
-    for model in {*(case.model for case in cases().values()), *({"minimax"} & MODELS.keys())}:
+    for model in {*(case.model for case in cases(ranks).values()), *({"minimax"} & MODELS.keys())}:
         path_of(folder, model)
     done = subprocess.run(
         [sys.executable, __file__, str(folder), str(ranks)],
@@ -182,7 +196,8 @@ def start(folder: Path, ranks: int) -> dict[str, Any]:
 
 def work(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    over = {split: ContextParallel(split=split) for split in NAMES}  # type: ignore[arg-type]
+    group = partial(mesh_of, ranks) if ranks == ON_A_MESH else None
+    over = {split: ContextParallel(group, split=split) for split in NAMES}  # type: ignore[arg-type]
     for split, name in NAMES.items():  # before the process group exists
         kernel_compat.register_attention(name, KERNEL, context_parallel=over[split])
     assert kernel_compat.install().ok
@@ -194,7 +209,7 @@ def work(rank: int, ranks: int, folder: Path) -> None:
         timeout=timedelta(seconds=120),
     )
     results: dict[str, Any] = {}
-    for name, case in cases().items():
+    for name, case in cases(ranks).items():
         try:
             loss, logits, gradients = judged(case, NAMES[case.split], folder, over[case.split])
         except Exception as error:
@@ -210,6 +225,11 @@ def work(rank: int, ranks: int, folder: Path) -> None:
         torch.save(results, folder / f"sharded-{ranks}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+@cache
+def mesh_of(ranks: int) -> Any:
+    return init_device_mesh("cpu", (ranks // 2, 2))
 
 
 def functions_of_ours() -> list[str]:

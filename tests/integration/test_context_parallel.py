@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import CASES, NAMES, OF_FUNCTIONS, cases, encoded, judged, start
+from sharded import CASES, NAMES, OF_FUNCTIONS, ON_A_MESH, cases, encoded, judged, start
 from small_mixers import MODELS
 from tiny import NAME, TRANSFORMERS
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
 #: Numbers that divide neither the heads nor the length; the second has more ranks than key heads.
-RANKS = [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+RANKS = {3: (), ON_A_MESH: (), 2: pytest.mark.slow, 5: pytest.mark.slow}
+RUNS = [pytest.param(ranks, name, marks=marks) for ranks, marks in RANKS.items() for name in cases(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +24,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sharded")
 
 
-@pytest.fixture(scope="module", params=RANKS)
+@pytest.fixture(params=[pytest.param(ranks, marks=marks) for ranks, marks in RANKS.items()])
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Run all cases once; the tests compare their results."""
-    return start(folder, request.param)
+    """Of all cases, which are run once for each number of ranks."""
+    return run(folder, request.param)
+
+
+run = cache(start)
 
 
 @cache
@@ -34,7 +38,7 @@ def expected(folder: Path, name: str) -> Any:
     return judged(CASES[name], NAME, folder)
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize(("results", "name"), RUNS, indirect=["results"])
 def test_same_numbers_as_one_process(results: dict[str, Any], folder: Path, name: str) -> None:
     loss, logits, gradients = results[name]
     expected_loss, expected_logits, expected_gradients = expected(folder, name)

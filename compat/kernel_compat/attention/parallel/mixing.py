@@ -196,7 +196,7 @@ def _plan(
         sequences = rows_of(batch, ranks * length)
         if tokens.lengths is not None:
             sequences = sequences_between(offsets_on_host(tokens.lengths.offsets()[0]), batch * ranks * length)
-        split = over.split_of(sequences, ranks * length, ranks)
+        split = over.split_of(sequences, ranks * length)
         held = split.held(dist.get_rank(group), batch)
         require_positions_of(held, positions, sequences, (batch, ranks * length), dist.get_rank(group), wait)
         return _Plan(split, sequences, (batch, ranks * length), group, positions.device)

@@ -23,8 +23,10 @@ from ..layout import PackedLayout, SequenceLayout
 from ..resolution import layout_of
 from ..roles import KEY_OFFSETS, QUERY_OFFSETS
 from ..tensors import require
-from .checks import counts_from_padding, on_every_rank, require_positions
+from .all_to_all import gather_heads, scatter_heads
+from .checks import counts_from_padding, on_every_rank, require_positions, require_shares
 from .exchange import Exchange, exchanged, plan_exchange
+from .groups import Ranks
 from .sharding import ContextParallel
 from .split import Interval
 from .ulysses import slice_of
@@ -38,18 +40,31 @@ class SpreadLayout(SequenceLayout):
 
     Attributes:
         exchange: which keys come from which rank.
-        group: of the ranks.
+        ranks: those that the keys travel between, and those that share the heads.
     """
 
     exchange: Exchange
-    group: dist.ProcessGroup
+    ranks: Ranks
 
     def attend(self, functions: Functions, call: AttentionCall) -> Tensor:
         """See `SequenceLayout.attend`: of the rank's tokens; there is no bias."""
         assert call.bias is None
+        if (group := self.ranks.heads) is None:
+            return self._attend(functions, call)
+        ranks = dist.get_world_size(group)
+        by_heads = [x.transpose(1, 2) for x in (call.query, call.key, call.value)]
+        query, key, value = (
+            x.transpose(1, 2) for x in scatter_heads(by_heads[0], by_heads[1], by_heads[2], group, ranks)
+        )
+        sinks = None if call.sinks is None else call.sinks.chunk(ranks)[dist.get_rank(group)]
+        out = self._attend(functions, call._replace(query=query, key=key, value=value, sinks=sinks))
+        return gather_heads(out, group, ranks)
+
+    def _attend(self, functions: Functions, call: AttentionCall) -> Tensor:
+        """The attention of a slice."""
         batch, length = call.query.shape[:2]
         query = call.query.flatten(0, 1)
-        key, value = (exchanged(x.flatten(0, 1), self.exchange, self.group) for x in (call.key, call.value))
+        key, value = (exchanged(x.flatten(0, 1), self.exchange, self.ranks.keys) for x in (call.key, call.value))
         out = query.new_zeros(*query.shape[:2], value.shape[-1])
         for part in self.exchange.groups:
             q = query if part.queries is None else query[part.queries]
@@ -119,18 +134,18 @@ def _attend(over: ContextParallel) -> Callable[[Kernel, AttentionCall], Tensor]:
 
     def attend(kernel: Kernel, call: AttentionCall) -> Tensor:
         nonlocal is_first
-        group, functions = over.source(), kernel.load()
-        assert group is not None
-        share = _Share(
-            over, group, dist.get_world_size(group), dist.get_rank(group), is_first and not fixed_shapes(call.query)
-        )
+        ranks, functions = over.ranks(), kernel.load()
+        assert ranks is not None
+        share = _Share(over, ranks, is_first and not fixed_shapes(call.query))
+        prepare: Callable[[], SequenceLayout] = partial(share.layout, functions, call)
         if share.wait:
-            layout = on_every_rank(
-                partial(share.layout, functions, call), call.query.transpose(1, 2), group, share.ranks
-            )
-            is_first = False
-        else:
-            layout = share.layout(functions, call)
+            for group in (ranks.keys, ranks.heads):
+                if group is not None:
+                    prepare = partial(
+                        on_every_rank, prepare, call.query.transpose(1, 2), group, dist.get_world_size(group)
+                    )
+        layout = prepare()
+        is_first = False
         return layout.attend(functions, call)
 
     disabled: Callable[[Kernel, AttentionCall], Tensor] = torch.compiler.disable(attend)
@@ -146,10 +161,14 @@ class _Share:
     """
 
     over: ContextParallel
-    group: dist.ProcessGroup
-    ranks: int
-    rank: int
+    ranks: Ranks
     wait: bool
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group of all."""
+        rank: int = dist.get_rank(self.ranks.all)
+        return rank
 
     def layout(self, functions: Functions, call: AttentionCall) -> SequenceLayout:
         """The layout of the rank's tokens in a call.
@@ -173,7 +192,9 @@ class _Share:
             require_positions(context)
             lengths = context.arguments.lengths if lengths is None else lengths
             positions = context.arguments.positions
-        tokens = self.ranks * length
+        if self.ranks.heads is not None:
+            require_shares(heads, call.key.shape[2], dist.get_world_size(self.ranks.heads))
+        tokens = dist.get_world_size(self.ranks.all) * length
         query, key, value = (
             x.new_empty(1).expand(batch, tokens, *x.shape[2:]) for x in (call.query, call.key, call.value)
         )
@@ -188,7 +209,7 @@ class _Share:
                 f"a mask of shape {tuple(mask.shape)} for a sequence of {tokens}",
                 "Pass the whole batch through ContextParallel.shard.",
             )
-        return self.over.in_order(mask, rows_of(batch, tokens), self.ranks)
+        return self.over.in_order(mask, rows_of(batch, tokens))
 
     def _spread(self, positions: Tensor | None, layout: SequenceLayout, call: AttentionCall) -> SpreadLayout:
         """The rank's share of a layout of all tokens."""
@@ -201,16 +222,15 @@ class _Share:
             raise _unsupported(
                 "a mask besides padding, causality and a window", "Pass packed sequences by their lengths."
             )
-        if self.over.split == "balanced" and call.lengths is None:
-            split = self.over.split_of(rows, tokens, self.ranks)  # a mask of a rank's slice says nothing of the others'
-        else:
-            split = self.over.split_of(sequences, tokens, self.ranks)
-        held = split.held(self.rank, batch)
+        # A mask of a rank's slice says nothing of the others'.
+        known = rows if self.over.split == "balanced" and call.lengths is None else sequences
+        held = self.over.split_of(known, tokens).held(self.rank, batch)
         if positions is not None:
             require_positions_of(held, positions, sequences, (batch, tokens), self.rank, self.wait)
         pattern = (layout.causal, layout.window)
-        exchange = plan_exchange(split, sequences, batch, self.rank, pattern, call.query.device)
-        return SpreadLayout(*pattern, tokens, exchange, self.group)
+        slices, rank = self.over.slices_of(known, tokens), dist.get_rank(self.ranks.keys)
+        exchange = plan_exchange(slices, sequences, batch, rank, pattern, call.query.device)
+        return SpreadLayout(*pattern, tokens, exchange, self.ranks)
 
 
 def require_positions_of(
