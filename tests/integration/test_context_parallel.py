@@ -15,7 +15,7 @@ from tiny import NAME, TRANSFORMERS
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
 #: Numbers that divide neither the heads nor the length; the second has more ranks than key heads.
-RANKS = {3: (), ON_A_MESH: (), 2: pytest.mark.slow, 5: pytest.mark.slow}
+RANKS: dict[int, tuple[()] | pytest.MarkDecorator] = {3: (), ON_A_MESH: (), 2: pytest.mark.slow, 5: pytest.mark.slow}
 RUNS = [pytest.param(ranks, name, marks=marks) for ranks, marks in RANKS.items() for name in cases(ranks)]
 
 
