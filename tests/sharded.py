@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,14 @@ import torch.distributed as dist
 import torch.multiprocessing
 import transformers
 from ranks import EXPERTS, KERNEL
-from tiny import CAUSAL_LMS, TRANSFORMERS, VOCAB, load, saved
+from small_mixers import MODELS, InDouble
+from tiny import CAUSAL_LMS, TRANSFORMERS, VOCAB, load, save, saved
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import kernel_compat
 from kernel_compat import ContextParallel
+from kernel_compat.attention.parallel import mixing
 
 NAMES = {"balanced": "my_flash_balanced", "contiguous": "my_flash_contiguous"}
 ALONE = "my_flash_alone"
@@ -44,6 +49,11 @@ class Case:
     packed: str = ""
     split: str = "balanced"
     checkpointed: bool = False
+
+    @property
+    def in_double(self) -> bool:
+        """Whether casts to float32 are left out: a mode, which isn't there while a checkpoint is computed again."""
+        return self.model in MODELS and not self.checkpointed
 
     def batch(self) -> dict[str, Any]:
         """The whole batch, with labels of the tokens that follow one of their sequence."""
@@ -85,17 +95,71 @@ CASES = {
     "sinks": Case("gpt_oss_sinks", rows=2),
     "smaller value heads": Case("deepseek_value_dim", rows=2),
 }
+#: Mixers whose forwards are made of functions from this release on.
+OF_FUNCTIONS = (5, 19)
+MIXERS = [
+    *(
+        "mamba",
+        "mamba2",
+        "falcon_mamba",
+        "jamba",
+        "bamba",
+        "falcon_h1",
+        "granitemoehybrid",
+        "nemotron_h",
+        "zamba",
+        "lfm2",
+        "lfm3",
+    ),
+    *("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"),
+]
+#: One whose first layer is a mixer.
+MIXED = "qwen3_next"
+CASES |= {f"packed, {mixer}": Case(mixer, packed="positions") for mixer in MIXERS}
+CASES |= {
+    "rows of a mixer": Case("qwen3_next", rows=2, padded=True, split="contiguous"),
+    "a mixer in rows packed otherwise, checkpointed": Case("falcon_h1", rows=2, packed="lengths", checkpointed=True),
+}
 
 
-def cases() -> dict[str, Case]:
-    """The cases whose models this transformers has."""
-    return {name: case for name, case in CASES.items() if case.model in CAUSAL_LMS}
+#: On a mesh of 2 x 2, along whose second dimension heads are shared.
+ON_A_MESH = 4
+CASES_ON_A_MESH = (
+    "contiguous",
+    "padded",
+    "packed by positions",
+    "a window",
+    "sinks",
+    f"packed, {MIXED}",
+    "packed, mamba",
+)
+
+
+def cases(ranks: int) -> dict[str, Case]:
+    """The cases that are run on so many ranks, whose models this transformers has and can spread."""
+    models = {*CAUSAL_LMS, *(MODELS if TRANSFORMERS.release >= OF_FUNCTIONS else ())}
+    names = CASES_ON_A_MESH if ranks == ON_A_MESH else CASES
+    return {name: CASES[name] for name in names if CASES[name].model in models}
+
+
+def path_of(folder: Path, model: str) -> Path:
+    """Save a tiny model once per folder."""
+    if model in CAUSAL_LMS:
+        return saved(folder, model)
+    return save(folder, model, transformers.AutoModelForCausalLM, MODELS[model]())
 
 
 def judged(case: Case, name: str, models: Path, over: ContextParallel | None = None) -> tuple[Tensor, Tensor, Any]:
+    """`computed` in float64, in which mixers compute their states in float32 otherwise."""
+    with InDouble() if case.in_double else nullcontext():
+        return computed(case, name, models, over)
+
+
+def computed(case: Case, name: str, models: Path, over: ContextParallel | None = None) -> tuple[Tensor, Tensor, Any]:
     """The loss, the logits of the whole batch and the gradients; under `over` each rank's share of the first and the last."""
-    options = {"experts_implementation": "eager"} if case.model in EXPERTS and TRANSFORMERS.release >= (5,) else {}
-    model = load(saved(models, case.model), name, **options).to(torch.float64)
+    has_experts = case.model in EXPERTS or case.model in MODELS
+    options = {"experts_implementation": "eager"} if has_experts and TRANSFORMERS.release >= (5,) else {}
+    model = load(path_of(models, case.model), name, **options).to(torch.float64)
     if case.checkpointed:
         model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     batch = case.batch()
@@ -115,8 +179,8 @@ def judged(case: Case, name: str, models: Path, over: ContextParallel | None = N
 
 def start(folder: Path, ranks: int) -> dict[str, Any]:
     """Run this program; returns its results."""
-    for case in cases().values():
-        saved(folder, case.model)
+    for model in {*(case.model for case in cases(ranks).values()), *({"minimax"} & MODELS.keys())}:
+        path_of(folder, model)
     done = subprocess.run(
         [sys.executable, __file__, str(folder), str(ranks)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -132,7 +196,8 @@ def start(folder: Path, ranks: int) -> dict[str, Any]:
 
 def work(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    over = {split: ContextParallel(split=split) for split in NAMES}  # type: ignore[arg-type]
+    group = partial(mesh_of, ranks) if ranks == ON_A_MESH else None
+    over = {split: ContextParallel(group, split=split) for split in NAMES}  # type: ignore[arg-type]
     for split, name in NAMES.items():  # before the process group exists
         kernel_compat.register_attention(name, KERNEL, context_parallel=over[split])
     assert kernel_compat.install().ok
@@ -144,7 +209,7 @@ def work(rank: int, ranks: int, folder: Path) -> None:
         timeout=timedelta(seconds=120),
     )
     results: dict[str, Any] = {}
-    for name, case in cases().items():
+    for name, case in cases(ranks).items():
         try:
             loss, logits, gradients = judged(case, NAMES[case.split], folder, over[case.split])
         except Exception as error:
@@ -153,10 +218,29 @@ def work(rank: int, ranks: int, folder: Path) -> None:
     results["encoder"] = encoded(NAMES["balanced"], over["balanced"])
     results["refused"] = [None] * ranks
     dist.all_gather_object(results["refused"], refused(folder, rank))
+    replaced = functions_of_ours()
+    report = kernel_compat.uninstall()
+    results["functions of ours"] = replaced, functions_of_ours(), report.left_alone
     if rank == 0:
         torch.save(results, folder / f"sharded-{ranks}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+@cache
+def mesh_of(ranks: int) -> Any:
+    return init_device_mesh("cpu", (ranks // 2, 2))
+
+
+def functions_of_ours() -> list[str]:
+    """The functions of files of transformers that the library has replaced for mixers."""
+    return [
+        f"{module.__name__}.{name}"
+        for module in [*sys.modules.values()]
+        if getattr(module, "__name__", "").startswith("transformers.models.")
+        for name, value in vars(module).items()
+        if getattr(getattr(value, "__code__", None), "co_filename", "") == mixing.__file__
+    ]
 
 
 def summed(x: Tensor) -> Tensor:
@@ -221,6 +305,30 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
     with torch.no_grad():
         ours = model(input_ids=ids, use_cache=False, skip_sequence_parallel=True).logits
         messages["skipped"] = str(float((ours - alone(input_ids=ids, use_cache=False).logits).abs().max()))
+    return messages | (refused_mixers(folder, ids, positions) if "minimax" in MODELS else {})
+
+
+def refused_mixers(folder: Path, ids: Tensor, positions: Tensor) -> dict[str, str]:
+    """The messages of mixers that can't be spread."""
+    messages = {}
+    mixed = MIXED if TRANSFORMERS.release >= OF_FUNCTIONS else "minimax"
+    for what, given in {
+        "a mixer of no functions": {"input_ids": ids, "position_ids": positions, "use_cache": False},
+        "cache of a mixer": {"input_ids": ids, "position_ids": positions, "use_cache": True},
+        "no positions of a mixer": {"input_ids": ids, "use_cache": False},
+        "default positions of a mixer": {
+            "input_ids": ids,
+            "position_ids": torch.arange(8)[None],
+            "use_cache": False,
+        },
+    }.items():
+        name = f"my_flash_{what.replace(' ', '_')}"
+        kernel_compat.register_attention(name, KERNEL, context_parallel=ContextParallel(split="contiguous"))
+        mixer = load(path_of(folder, "minimax" if what == "a mixer of no functions" else mixed), name)
+        try:
+            mixer(**given)
+        except (ValueError, kernel_compat.UnsupportedFeatureError) as error:
+            messages[what] = str(error)
     return messages
 
 

@@ -26,7 +26,7 @@ def test_all_are_shown() -> None:
 @pytest.mark.parametrize("script", sorted(SHOWN))
 def test_output(script: str) -> None:
     path = ROOT / "examples" / script
-    assert len(path.read_text().splitlines()) < 61
+    assert len(path.read_text().splitlines()) < 65
     run = subprocess.run(
         [sys.executable, path], capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import CASES, NAMES, cases, encoded, judged, start
-from tiny import NAME
+from sharded import CASES, NAMES, OF_FUNCTIONS, ON_A_MESH, cases, encoded, judged, start
+from small_mixers import MODELS
+from tiny import NAME, TRANSFORMERS
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
 #: Numbers that divide neither the heads nor the length; the second has more ranks than key heads.
-RANKS = [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+RANKS: dict[int, tuple[()] | pytest.MarkDecorator] = {3: (), ON_A_MESH: (), 2: pytest.mark.slow, 5: pytest.mark.slow}
+RUNS = [pytest.param(ranks, name, marks=marks) for ranks, marks in RANKS.items() for name in cases(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +24,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sharded")
 
 
-@pytest.fixture(scope="module", params=RANKS)
+@pytest.fixture(params=[pytest.param(ranks, marks=marks) for ranks, marks in RANKS.items()])
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Run all cases once; the tests compare their results."""
-    return start(folder, request.param)
+    """Of all cases, which are run once for each number of ranks."""
+    return run(folder, request.param)
+
+
+run = cache(start)
 
 
 @cache
@@ -33,12 +38,12 @@ def expected(folder: Path, name: str) -> Any:
     return judged(CASES[name], NAME, folder)
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize(("results", "name"), RUNS, indirect=["results"])
 def test_same_numbers_as_one_process(results: dict[str, Any], folder: Path, name: str) -> None:
     loss, logits, gradients = results[name]
     expected_loss, expected_logits, expected_gradients = expected(folder, name)
-    # Gemma's norms multiply in float32, and sum the gradients of their weights in it.
-    allowed = 1e-6 if name == "softcap" else 1e-9
+    # Gemma's norms multiply in float32, and sum the gradients of their weights in it, as mixers do with their states.
+    allowed = 1e-6 if name == "softcap" or "checkpointed" in name else 1e-9
     torch.testing.assert_close(loss, expected_loss, rtol=allowed, atol=0)
     torch.testing.assert_close(logits, expected_logits, rtol=allowed, atol=allowed)
     assert gradients.keys() == expected_gradients.keys()
@@ -65,3 +70,23 @@ def test_refused_on_every_rank(results: dict[str, Any]) -> None:
         assert "a mask of shape (1, 1, 8, 8)" in messages["4D mask"]
         assert "9 keys beside 1 queries, as with a cache" in messages["a cache"]
         assert float(messages["skipped"]) == 0
+
+
+@pytest.mark.skipif("minimax" not in MODELS, reason="this transformers has no MiniMax")
+def test_mixers_refused_on_every_rank(results: dict[str, Any]) -> None:
+    for rank, messages in enumerate(results["refused"]):
+        assert (
+            "MiniMaxLightningAttention under context parallelism does not support a state"
+            in messages["a mixer of no functions"]
+        )
+        if TRANSFORMERS.release >= OF_FUNCTIONS:
+            assert "does not support a cache of its states. Pass use_cache=False" in messages["cache of a mixer"]
+            assert "no position_ids" in messages["no positions of a mixer"]
+            own = f"position_ids on rank {rank} are not those of its tokens"
+            assert (own if rank else "of the group refuses this call") in messages["default positions of a mixer"]
+
+
+def test_functions_of_mixers_are_restored(results: dict[str, Any]) -> None:
+    replaced, restored, left = results["functions of ours"]
+    assert bool(replaced) is (TRANSFORMERS.release >= OF_FUNCTIONS)
+    assert (restored, [*left]) == ([], [])

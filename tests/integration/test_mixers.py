@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import NAME, TRANSFORMERS, VOCAB, distance, gradients, load, randomize, save, there
+from small_mixers import HEADS, MODELS, InDouble
+from tiny import NAME, TRANSFORMERS, VOCAB, distance, gradients, load, randomize, save
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import kernel_compat
 from kernel_compat.errors import UnsupportedFeatureError
@@ -22,67 +22,6 @@ from kernel_compat.errors import UnsupportedFeatureError
 LENGTHS = (5, 7, 4, 1)
 TOKENS = sum(LENGTHS)
 TOLERANCE, IN_FLOAT32 = 1e-6, 1e-5
-
-_SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_HEADS = {
-    **_SHAPE,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-_DELTA = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-}
-_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
-#: Upstream's torch path of Nemotron-H sums over the wrong axis between chunks up to 5.16, so that tokens see later ones, packed or
-#: alone. xLSTM's path raises an error on 4.57.
-_ONE_CHUNK = 32
-_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-
-def _config(name: str, **options: Any) -> Any:
-    return lambda: getattr(transformers, name)(**options)
-
-
-#: A model for each kind of mixer that the installed release has. All experts compute every token.
-MODELS = there(
-    tuple(
-        (name, _config(config, **options), config)
-        for name, config, options in (
-            ("mamba", "MambaConfig", {**_SHAPE, "num_hidden_layers": 2, "state_size": 8}),
-            ("mamba2", "Mamba2Config", {**_SHAPE, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4}),
-            ("falcon_mamba", "FalconMambaConfig", {**_SHAPE, "state_size": 8}),
-            ("rwkv", "RwkvConfig", {**_SHAPE, "attention_hidden_size": 32, "context_length": 64, "rescale_every": 0}),
-            ("xlstm", "xLSTMConfig", {**_SHAPE, "num_heads": 2, "chunk_size": _ONE_CHUNK}),
-            ("jamba", "JambaConfig", {**_HEADS, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_d_state": 8, "num_experts": 2, "num_experts_per_tok": 2, "mamba_dt_rank": 4}),
-            ("bamba", "BambaConfig", {**_HEADS, **_MAMBA2, "attn_layer_indices": [1, 3], "mamba_n_groups": 1}),
-            ("falcon_h1", "FalconH1Config", {**_HEADS, **_MAMBA2, "mamba_d_ssm": 64, "mamba_n_groups": 1}),
-            ("granitemoehybrid", "GraniteMoeHybridConfig", {**_HEADS, **_MAMBA2, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 2, "num_experts_per_tok": 2, "shared_intermediate_size": 32}),
-            ("nemotron_h", "NemotronHConfig", {**_HEADS, "hybrid_override_pattern": "M*M", "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": _ONE_CHUNK, "head_dim": 8}),
-            ("zamba", "ZambaConfig", {**_HEADS, "layers_block_type": ["mamba", "hybrid"] * 2, "use_mamba_kernels": False, "mamba_d_state": 8, "n_mamba_heads": 2, "mamba_dt_rank": 4}),
-            ("lfm2", "Lfm2Config", {**_HEADS, "layer_types": ["conv", "full_attention"] * 2}),
-            ("lfm3", "Lfm3Config", _HEADS),
-            ("qwen3_next", "Qwen3NextConfig", {**_HEADS, **_DELTA, **_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 32}),
-            ("qwen3_5", "Qwen3_5TextConfig", {**_HEADS, **_DELTA, "head_dim": 16}),
-            ("olmo_hybrid", "OlmoHybridConfig", {**_HEADS, **_DELTA}),
-            ("kimi_linear", "KimiLinearConfig", {**_HEADS, "num_key_value_heads": 4, "layer_types": _DELTA["layer_types"], "linear_head_dim": 8, "linear_num_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
-            ("zaya", "ZayaConfig", {**_HEADS, "num_hidden_layers": 2, "head_dim": 16, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "router_hidden_size": 16}),
-            ("minimax", "MiniMaxConfig", {**_HEADS, "layer_types": _DELTA["layer_types"], "block_size": 4, "num_local_experts": 2, "num_experts_per_tok": 2, "head_dim": 8}),
-        )
-    )
-)  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
@@ -106,20 +45,6 @@ def loaded(path: Path, name: str) -> Any:
         if not re.search("does not support (flash attention|an attention implementation through torch)", str(error)):
             raise
         pytest.skip(str(error))
-
-
-class InDouble(TorchFunctionMode):
-    """Casts to float32 keep float64: Kimi Linear computes its recurrence in float32, whose rounding depends on the processor."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float:
-                return args[0]
-            if func in (Tensor.to, Tensor.type):
-                args = tuple(torch.float64 if one is torch.float32 else one for one in args)
-            kwargs = {name: torch.float64 if one is torch.float32 else one for name, one in kwargs.items()}
-        return func(*args, **kwargs)
 
 
 def exactly(model: Any) -> AbstractContextManager[Any]:
@@ -257,7 +182,7 @@ def test_a_decorator_that_names_no_arguments(models: Path) -> None:
 @pytest.mark.parametrize("model_type", ["zamba2", "nemotron_h"])
 def test_many_chunks(model_type: str, given: tuple[str, ...]) -> None:
     """Up to 5.16 padding changes earlier tokens in the torch path of these two types (transformers#47250)."""
-    options = {**_HEADS, "n_groups": 1, "chunk_size": 4}
+    options = {**HEADS, "n_groups": 1, "chunk_size": 4}
     configs = {
         "zamba2": ("Zamba2Config", {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1, "num_mem_blocks": 1, "num_key_value_heads": 4, "use_mem_rope": True}),
         "nemotron_h": ("NemotronHConfig", {"hybrid_override_pattern": "M*M", "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "head_dim": 8}),

@@ -13,12 +13,13 @@ from types import FunctionType
 from typing import Any
 
 from ..patching.rewriting import codes_in
-from .roles import LAYER_INDEX, SUPPORTS_SDPA
+from .roles import LAYER_INDEX, SCANS, SUPPORTS_SDPA
 
 __all__ = [
     "calls_attention_function",
     "code_names",
     "contains_attention",
+    "depthwise_convolutions",
     "has_no_attention",
     "is_attention",
     "is_encoder",
@@ -65,11 +66,18 @@ def is_model(module: Any) -> bool:
 
 def is_mixer(module: Any) -> bool:
     """Whether a module itself carries a state along the tokens, or has a depthwise convolution over them."""
-    from torch import nn
-
     if not _STATES.isdisjoint((*module._parameters, *module._buffers, *module._modules)):
         return True
-    return any(isinstance(child, nn.Conv1d) and 1 < child.groups == child.in_channels for child in module.children())
+    return bool(depthwise_convolutions(module))
+
+
+def depthwise_convolutions(module: Any) -> list[Any]:
+    """The convolutions of a module, its own children, that see several tokens of one channel each."""
+    from torch import nn
+
+    return [
+        child for child in module.children() if isinstance(child, nn.Conv1d) and 1 < child.groups == child.in_channels
+    ]
 
 
 def state_names(module: Any) -> list[str]:
@@ -135,12 +143,13 @@ def is_mask_free_encoder(module: Any) -> bool:
 
 
 def has_no_attention(kind: type) -> bool:
-    """Whether a model class is a backbone of transformers whose file computes no attention, as convolutional ones are."""
-    if not kind.__module__.startswith("transformers.models.") or all(
-        c.__name__ != "BackboneMixin" for c in kind.__mro__
-    ):
+    """Whether a model class is one of transformers whose file computes no attention: a convolutional backbone, or an SSM."""
+    if not kind.__module__.startswith("transformers.models."):
         return False
-    own = [v for v in vars(sys.modules[kind.__module__]).values() if getattr(v, "__module__", None) == kind.__module__]
+    file = vars(sys.modules[kind.__module__])
+    if SCANS.keys().isdisjoint(file) and all(c.__name__ != "BackboneMixin" for c in kind.__mro__):
+        return False
+    own = [value for value in file.values() if getattr(value, "__module__", None) == kind.__module__]
     names = {name for value in own for name in (code_names(value) if isinstance(value, type) else _names_of(value))}
     return names.isdisjoint({*_ATTENTION_FUNCTIONS, "softmax", "Softmax", "timm"})  # timm's models may be anything
 

@@ -19,24 +19,28 @@ from torch import nn
 
 from ..errors import UnsupportedFeatureError
 from ..kernels.memo import fixed_shapes, memoised
-from ..patching.swap import Change, make, undo
+from ..patching.swap import Change, Changes, make, undo
 from ..patching.wrapping import functions_beneath
 from .defaults import resolve
 from .forward_context import ForwardContext, current_context
 from .layer_kinds import is_attention, is_mixer
 from .model_arguments import arguments_by_name
+from .parallel.mixing import MixersOverRanks
+from .parallel.sharding import ContextParallel
+from .parallel.ulysses import SKIPS
 from .roles import layer_cache_of
 from .rows import RowCall, packed_rows, padded_rows
 
 __all__ = ["MixerPatches"]
 
 
-def _by_sequence(original: Callable[..., Any], for_attention: bool) -> Callable[..., Any]:
+def _by_sequence(original: Callable[..., Any], for_attention: bool, over_ranks: MixersOverRanks) -> Callable[..., Any]:
     """A mixer's forward that computes each packed sequence by itself.
 
     Args:
         for_attention: whether the layer is attention in a model with mixers. Registered names separate the sequences
             themselves.
+        over_ranks: computes it where the tokens of a sequence are spread over ranks.
     """
 
     @wraps(original)
@@ -45,11 +49,15 @@ def _by_sequence(original: Callable[..., Any], for_attention: bool) -> Callable[
         entry = None if context is None else resolve(context.arguments.implementation)
         if context is None or (for_attention and entry is not None):
             return original(self, *args, **kwargs)
-        if entry is not None and entry.is_spread():
+        if entry is not None and entry.is_spread() and not _is_skipped(context, kwargs, self):
+            if isinstance(entry.spread_over, ContextParallel):
+                return over_ranks.forward(
+                    original, self, arguments_by_name(self, args, kwargs), context, entry.spread_over
+                )
             raise UnsupportedFeatureError(
                 "sequence parallelism",
                 type(self).__name__,
-                "Its state would have to pass from rank to rank. Use a name without sequence_parallel for this model.",
+                "Its state would have to pass from rank to rank. Use context_parallel for this model.",
             )
         rows, cached = packed_rows(context, padded=not _sees_later_tokens(type(self))), False
         if rows is None and context.tokens_after_padding and not for_attention:
@@ -67,6 +75,16 @@ def _by_sequence(original: Callable[..., Any], for_attention: bool) -> Callable[
         return original(self, *args, **kwargs)
 
     return forward
+
+
+def _is_skipped(context: ForwardContext, kwargs: dict[str, Any], layer: nn.Module) -> bool:
+    """Whether a rank has all tokens of this call, as its caller says."""
+    named = [name for name in SKIPS if name in context.arguments.names or name in kwargs]
+    if any(name not in kwargs for name in named):
+        raise UnsupportedFeatureError(
+            f"{named[0]}=", type(layer).__name__, "Its model doesn't pass it on: use a name without context_parallel."
+        )
+    return any(kwargs[name] for name in named)
 
 
 def _sees_later_tokens(kind: type) -> bool:
@@ -95,6 +113,8 @@ class MixerPatches:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._functions = Changes()
+        self._over_ranks = MixersOverRanks(self._functions)
         self._is_attention: dict[type, bool] = {}  # of each class of layers to patch
         self._layers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
         #: Functions, each with its `Change` as an attribute: kept there and not here, because it refers to the layer.
@@ -108,6 +128,7 @@ class MixerPatches:
             The function that restores everything. It returns the changes of classes that other code has overwritten.
         """
         self._active = True
+        self._functions.activate()
         return self._undo
 
     def patch(self, model: nn.Module) -> None:
@@ -124,7 +145,7 @@ class MixerPatches:
                 # A method, so that a copy of the layer calls its own.
                 function = own.__func__ if getattr(own, "__self__", None) is layer else _unbound(own)
                 with self._lock:
-                    replacement = _by_sequence(function, self._is_attention[type(layer)])
+                    replacement = _by_sequence(function, self._is_attention[type(layer)], self._over_ranks)
                     self._replace(layer, replacement, MethodType(replacement, layer))
 
     def _patch_classes(self, model: nn.Module) -> weakref.WeakSet[nn.Module]:
@@ -135,7 +156,7 @@ class MixerPatches:
         for kind in (mixers | attentions) - self._is_attention.keys():
             self._is_attention[kind] = kind in attentions
             if not self._is_patched(kind.forward):  # by inheritance, as FSDP2's classes
-                replacement = _by_sequence(kind.forward, kind in attentions)
+                replacement = _by_sequence(kind.forward, kind in attentions, self._over_ranks)
                 self._replace(kind, replacement, replacement)
         return weakref.WeakSet(module for module in modules if type(module) in self._is_attention)
 
@@ -156,7 +177,10 @@ class MixerPatches:
             self._replacements = weakref.WeakSet(r for r in self._replacements if r.change in left)
             self._is_attention.clear()
             self._layers.clear()
-            return [change for change in left if isinstance(change.owner, type)]  # a report must not keep layers alive
+            left += self._functions.undo()
+            return [
+                change for change in left if not isinstance(change.owner, nn.Module)
+            ]  # a report must not keep layers alive
 
 
 def _unbound(bound: Callable[..., Any]) -> Callable[..., Any]:

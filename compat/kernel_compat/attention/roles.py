@@ -16,10 +16,12 @@ __all__ = [
     "CAUSALITY",
     "CHUNK",
     "COMPILEABLE",
+    "CONVOLUTION",
     "DECODER_MASK",
     "DECODER_TOKENS",
     "EMBEDDINGS",
     "ENCODER_DECODER",
+    "FUSED_MIXERS",
     "GROUPS",
     "HEAD_DIM",
     "IMPLEMENTATION",
@@ -45,6 +47,7 @@ __all__ = [
     "QUERY_OFFSETS",
     "READ",
     "SCALE",
+    "SCANS",
     "SEQUENCES",
     "SINKS",
     "SOFTCAP",
@@ -57,6 +60,7 @@ __all__ = [
     "VALUE_DIM",
     "WINDOW",
     "Role",
+    "Scan",
     "cache_of",
     "cache_returned",
     "implementation_of",
@@ -194,6 +198,44 @@ ENCODER_DECODER = Role("whether there is an encoder beside the decoder", ("is_en
 # Attributes of model classes and of caches.
 SUPPORTS_SDPA = Role("support of sdpa", ("_supports_sdpa",))
 COMPILEABLE = Role("whether a cache can be compiled", ("is_compileable",))
+
+
+class Scan(NamedTuple):
+    """A function of mixers with a state along the tokens, by the names of its parameters.
+
+    Attributes:
+        tokens: of tensors (batch, length, heads, ...), some with a divisor of the number of heads; where there are `shared` ones
+            (batch, channels, length), with channels for heads.
+        heads: of tensors (heads, ...), which are parameters of the layer.
+        state: of the state before the first token.
+        returns_state: of the flag to return the state behind the last.
+        shared: of tensors (batch, size, length) that all channels have in common.
+    """
+
+    tokens: tuple[str, ...]
+    heads: tuple[str, ...]
+    state: str
+    returns_state: str
+    shared: tuple[str, ...] = ()
+
+
+# Functions of the files of models with mixers, since 5.19; before, a mixer's forward has these formulas in it.
+#: (batch, channels, length), the weight (channels, kernel size) and more.
+CONVOLUTION = Role("causal convolution along the tokens", ("causal_conv1d_fn",))
+_DELTA_RULE = Scan(("query", "key", "value", "g", "beta"), (), "initial_state", "output_final_state")
+#: The first value that each returns is of the tokens.
+SCANS = {
+    "torch_chunk_gated_delta_rule": _DELTA_RULE,
+    "chunk_kimi_delta_attention": _DELTA_RULE,
+    "mamba2_chunk_scan": Scan(
+        ("hidden_states", "dt", "B", "C"), ("A", "D", "dt_bias"), "initial_states", "return_final_states"
+    ),
+    "mamba_selective_scan": Scan(
+        ("hidden_states", "dt", "z"), ("A", "D", "delta_bias"), "initial_state", "return_last_state", ("B", "C")
+    ),
+}
+#: Of all of a mixer in one; they return None where no package has a kernel for it.
+FUSED_MIXERS = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 
 #: A layer's attribute by the argument in which the layer passes it to its attention: of Gemma-2 and those after it, of GPT-OSS.
 LAYER_SETTINGS = {SOFTCAP: SOFTCAPPING, SINKS: LAYER_SINKS, SCALE: SCALE}

@@ -6,7 +6,7 @@ Rows of about the same length are computed together, so that padding at most dou
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from .boundaries import Rows, Sequences, offsets_on_host
 from .forward_context import ForwardContext, within
 from .roles import CACHE_POSITIONS, LENGTHS, SEQUENCES, USE_CACHE, is_layer_cache, layer_cache_of
 
-__all__ = ["RowCall", "packed_rows", "padded_rows"]
+__all__ = ["RowCall", "grouped_rows", "packed_rows", "padded_rows"]
 
 #: Arguments about the whole packed row, which its sequences must not get.
 _PACKED_ARGUMENTS = frozenset(s for role in (CACHE_POSITIONS, SEQUENCES, *LENGTHS) for s in role.spellings)
@@ -86,8 +86,21 @@ def _grouped_rows(sequences: Sequences, tokens: int, padded: bool) -> Rows:
         raise ValueError(f"cu_seq_lens_q ends at {offsets[-1]}, and there are {tokens} tokens in the batch")
     if sequences.indices is None and offsets[-1] < tokens:
         offsets = [*offsets, tokens]
+    device = sequences.cu_seqlens.device
+    return grouped_rows(itertools.pairwise(offsets), padded, device, sequences.indices)
+
+
+def grouped_rows(
+    sequences: Iterable[tuple[int, int]], padded: bool, device: torch.device, indices: Tensor | None = None
+) -> Rows:
+    """The rows of sequences that follow each other, given by their first token and the one behind the last.
+
+    Args:
+        padded: whether those of about the same length are one group.
+        indices: those of the tokens in the batch; None for all.
+    """
     groups: dict[int, list[tuple[int, int]]] = {}
-    for start, stop in itertools.pairwise(offsets):
+    for start, stop in sequences:
         if stop > start:
             length = stop - start
             groups.setdefault((length - 1).bit_length() if padded else length, []).append((start, length))
@@ -103,13 +116,12 @@ def _grouped_rows(sequences: Sequences, tokens: int, padded: bool) -> Rows:
     targets[torch.cat([source.flatten() for source in sources])[place]] = place
 
     def to_device(x: Tensor) -> Tensor:  # without waiting for it
-        device = sequences.cu_seqlens.device
         return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
     sources = [to_device(source) for source in sources]
-    if sequences.indices is not None:
-        sources = [sequences.indices[source] for source in sources]
-    return Rows(tuple(sources), tuple(map(to_device, lengths)), to_device(targets), sequences.indices)
+    if indices is not None:
+        sources = [indices[source] for source in sources]
+    return Rows(tuple(sources), tuple(map(to_device, lengths)), to_device(targets), indices)
 
 
 def _fixed_rows(cu_seqlens: Tensor, longest: int, tokens: int) -> Rows:

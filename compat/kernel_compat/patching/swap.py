@@ -101,7 +101,7 @@ class Changes:
     def activate(self) -> Callable[[], list[Change]]:
         """Make changes from now on. Returns the function that undoes them, which returns the same as `undo`."""
         self.active = True
-        return self._undo
+        return self.undo
 
     def add(self, owner: Any, name: str, value: Any) -> None:
         """Set a value. Does nothing while inactive, or where a value has been set already."""
@@ -111,7 +111,8 @@ class Changes:
                 make([change])
                 self._made[id(owner), name] = change
 
-    def _undo(self) -> list[Change]:
+    def undo(self) -> list[Change]:
+        """Undo all changes; returns the same as `undo`."""
         with self._lock:
             self.active = False
             changes, self._made = self._made, {}

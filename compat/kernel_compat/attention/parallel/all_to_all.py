@@ -11,7 +11,7 @@ from torch import Tensor
 # torch's documentation has them as the differentiable and traceable collectives; up to 2.15 the module has this name.
 from torch.distributed import _functional_collectives as collectives
 
-__all__ = ["all_to_all", "gather_heads", "gather_mask", "scatter_heads"]
+__all__ = ["all_to_all", "exchanged_evenly", "gather_heads", "gather_mask", "scatter_heads"]
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -36,6 +36,12 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _AllToAll.apply(gradient.contiguous(), ctx.group), None
+
+
+def exchanged_evenly(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """`all_to_all` with a gradient."""
+    received: Tensor = _AllToAll.apply(x.contiguous(), group)
+    return received
 
 
 def scatter_heads(

@@ -19,7 +19,7 @@ from ..roles import BIAS, CAUSALITY, KEY_OFFSETS, POSITIONS, POSITIONS_FROM_PADD
 from ..tensors import constant, require
 from .all_to_all import all_to_all
 
-__all__ = ["Slice", "check_call", "counts_from_padding", "on_every_rank", "require_positions"]
+__all__ = ["Slice", "check_call", "counts_from_padding", "on_every_rank", "require_positions", "require_shares"]
 
 T = TypeVar("T")
 
@@ -152,6 +152,11 @@ def _require_spreadable(tensors: tuple[Tensor, Tensor, Tensor], kwargs: dict[str
     if key.shape[:3] != value.shape[:3] or key.shape[0] != batch:
         raise ValueError(f"shapes that don't fit: {[tuple(x.shape) for x in tensors]}")
     check_heads(heads, kv_heads, SINKS.of(kwargs))
+    require_shares(heads, kv_heads, ranks)
+
+
+def require_shares(heads: int, kv_heads: int, ranks: int) -> None:
+    """Check that each rank can compute as many heads; raises UnsupportedFeatureError if not."""
     if heads % ranks:
         raise _unsupported(
             f"{heads} query heads on {ranks} ranks", "The number of ranks must divide that of the query heads."

@@ -15,7 +15,10 @@ from torch.distributed import _functional_collectives as collectives
 from ...kernels.options import Lengths
 from .split import Interval, TokenSplit, joined, overlaps, size, within
 
-__all__ = ["Exchange", "Group", "exchanged", "plan_exchange"]
+__all__ = ["Exchange", "Group", "Halo", "exchanged", "plan_exchange", "plan_halo"]
+
+
+CPU = torch.device("cpu")
 
 
 class Group(NamedTuple):
@@ -82,6 +85,51 @@ def plan_exchange(
     groups = tuple(_group(some, own, received, device) for some in _apart(parts[rank]))
     sent = own.indices((interval for some in goes for interval in some), device)
     return Exchange(sent, [size(some) for some in goes], [size(some) for some in comes], groups)
+
+
+class Halo(NamedTuple):
+    """The tokens before each run of a rank's, for a convolution.
+
+    Attributes:
+        exchange: of these tokens.
+        sources: (row,) int64, the tokens of a row in which each run comes behind the tokens before it: indices in the rank's tokens, the
+            received ones and a zero behind them.
+        targets: (tokens,) int64, where the rank's tokens are in that row.
+    """
+
+    exchange: Exchange
+    sources: Tensor
+    targets: Tensor
+
+
+def plan_halo(
+    split: TokenSplit, sequences: Sequence[Interval], batch: int, rank: int, before: int, device: torch.device
+) -> Halo:
+    """The halo of one rank, whose tokens are all in sequences.
+
+    Args:
+        before: how many tokens before its own a token sees; those before the first of a sequence are zero.
+    """
+    held = [split.held(other, batch) for other in range(len(split.runs))]
+    parts = [[*_parts(tokens, sequences, True, (before, 0))] for tokens in held]
+    needed = [joined(sorted((p.keys[0], p.queries[0]) for p in some if p.keys[0] < p.queries[0])) for some in parts]
+    goes = [within(held[rank], keys) for keys in needed]
+    comes = [within(tokens, needed[rank]) for tokens in held]
+    own, received = _Places(held[rank]), _Places(interval for some in comes for interval in some)
+    tokens, arrived = size(held[rank]), sum(map(size, comes))
+    sources, targets, end = [], [], 0
+    for part in parts[rank]:
+        (first, stop), start = part.queries, part.keys[0]
+        sources += [
+            torch.full((before - (first - start),), tokens + arrived),
+            tokens + received.indices([(start, first)], CPU),
+            own.indices([(first, stop)], CPU),
+        ]
+        targets.append(torch.arange(end + before, end + before + stop - first))
+        end += before + stop - first
+    sent = own.indices((interval for some in goes for interval in some), device)
+    exchange = Exchange(sent, [size(some) for some in goes], [size(some) for some in comes], ())
+    return Halo(exchange, torch.cat(sources).to(device), torch.cat(targets).to(device))
 
 
 def _parts(

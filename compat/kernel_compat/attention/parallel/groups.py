@@ -3,12 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["default_group", "group_source"]
+__all__ = ["Ranks", "default_group", "group_source", "ranks_source"]
+
+
+class Ranks(NamedTuple):
+    """The ranks that a sequence is spread over.
+
+    Attributes:
+        all: all of them, the ranks of `heads` one after the other.
+        keys: those between which keys travel: one of each `heads`.
+        heads: those that hold one slice together, and compute a part of the heads of it each; None where each holds a slice.
+    """
+
+    all: ProcessGroup
+    keys: ProcessGroup
+    heads: ProcessGroup | None
+
+
+def ranks_source(group: Any) -> Callable[[], Ranks | None]:
+    """A function that returns the `Ranks` of `ContextParallel` at each call, None for none; raises as `process_group`."""
+    if _is_plane(group):
+        of_mesh = _ranks_of(group)
+        return lambda: of_mesh
+    if callable(group) and group is not default_group and not hasattr(group, "get_group"):
+        meshes: dict[Any, Ranks] = {}
+
+        def ranks() -> Ranks | None:
+            current = group()
+            if current is None:
+                return None
+            if not _is_plane(current):
+                return Ranks(*(process_group(current),) * 2, None)
+            if current not in meshes:
+                meshes[current] = _ranks_of(current)
+            return meshes[current]
+
+        return ranks
+    source = group_source(group)
+    return lambda: None if (current := source()) is None else Ranks(current, current, None)
+
+
+def _is_plane(group: Any) -> bool:
+    """Whether a group is a mesh of two dimensions."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return isinstance(group, DeviceMesh) and group.ndim == 2
+
+
+def _ranks_of(mesh: DeviceMesh) -> Ranks:
+    import torch.distributed as dist
+
+    ranks = mesh.mesh.flatten().tolist()
+    # The others of the default group needn't make it, and wait for nothing.
+    flat = dist.new_group(ranks, use_local_synchronization=True)
+    return Ranks(flat, mesh.get_group(0), mesh.get_group(1))
 
 
 def group_source(group: Any) -> Callable[[], ProcessGroup | None]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from .groups import group_source
+from .groups import Ranks, ranks_source
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +33,9 @@ class ContextParallel:
     sequences those of sequences that go on from rank to rank. The number of ranks may be any.
 
     Args:
-        group: a process group or a mesh of one dimension, or a function that returns one at each call, for a framework that makes
-            its groups later; None or True for the default group.
+        group: a process group or a mesh, or a function that returns one at each call, for a framework that makes its groups later;
+            None or True for the default group. In a mesh of two dimensions keys travel along the first. The ranks along the second
+            hold a slice together, and compute a part of the heads of it each, as in `ulysses`: their number divides that of the heads.
         split: ``"balanced"``: chunks on each rank, such that all have as many tokens and about as much attention to compute; made
             by `shard`. ``"contiguous"``: rank r has the r-th of equal slices.
 
@@ -51,7 +52,14 @@ class ContextParallel:
     ) -> None:
         if split not in get_args(Split):
             raise ValueError(f"split is one of {', '.join(get_args(Split))}, not {split!r}")
-        self.source, self.split = group_source(group), split
+        self.ranks, self.split, self.of_default = ranks_source(group), split, group is None or group is True
+        #: Whether a mixer's first call has passed, in which the ranks exchange whether they refuse it.
+        self.has_mixed = False
+
+    def source(self) -> ProcessGroup | None:
+        """The group of all ranks; None for none."""
+        ranks: Ranks | None = self.ranks()
+        return None if ranks is None else ranks.all
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """A model's arguments for this rank's tokens, of those of the whole batch, which every rank passes alike.
@@ -99,7 +107,7 @@ class ContextParallel:
             ]
             rows = {row * padded for row in range(size + 1)}
             offsets = sorted({*rows, *(edge for sequence in moved for edge in sequence)})
-        split = self.split_of([*pairwise(offsets)] if offsets else sequences, padded, ranks)
+        split = self.split_of([*pairwise(offsets)] if offsets else sequences, padded)
         columns = torch.tensor(split.columns(rank), device=tokens.device)
         ignored, known = {*LABELS.spellings, *TARGETS.spellings}, {s for role in LENGTHS for s in role.spellings}
         for name, value in whole.items():
@@ -132,23 +140,38 @@ class ContextParallel:
         ranks = torch.distributed.get_world_size(group)
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
         torch.distributed.all_gather(parts, x.detach().contiguous(), group)
-        return self.in_order(torch.cat(parts, 1), self._sequences_of(batch, x.shape[0], ranks * x.shape[1]), ranks)
+        return self.in_order(torch.cat(parts, 1), self._sequences_of(batch, x.shape[0], ranks * x.shape[1]))
 
-    def in_order(self, x: Tensor, sequences: Sequence[Interval], ranks: int) -> Tensor:
+    def in_order(self, x: Tensor, sequences: Sequence[Interval]) -> Tensor:
         """From the ranks' slices, one after the other along dimension 1, to the columns of the whole batch."""
         import torch
 
-        split = self.split_of(sequences, x.shape[1], ranks)
-        columns = [column for rank in range(ranks) for column in split.columns(rank)]
+        split = self.split_of(sequences, x.shape[1])
+        columns = [column for rank in range(len(split.runs)) for column in split.columns(rank)]
         return x[:, torch.tensor(columns, device=x.device).argsort()]
 
-    def split_of(self, sequences: Sequence[Interval], length: int, ranks: int) -> TokenSplit:
-        """The split of sequences, given as intervals in the flattened batch, in rows of a length."""
+    def split_of(self, sequences: Sequence[Interval], length: int) -> TokenSplit:
+        """Which tokens each of the ranks holds of sequences, given as intervals in the flattened batch, in rows of a length."""
+        return self.slices_of(sequences, length).divided(self._sizes()[1])
+
+    def slices_of(self, sequences: Sequence[Interval], length: int) -> TokenSplit:
+        """The same for slices, which several ranks may hold together."""
         from .split import TokenSplit
 
+        slices, parts = self._sizes()
+        if length % (slices * parts):
+            raise ValueError(f"a sequence of {length} tokens can't be split evenly over {slices * parts} ranks: pad it")
         if self.split == "contiguous":
-            return TokenSplit.contiguous(length, ranks)
-        return TokenSplit.balanced(sequences, length, ranks)
+            return TokenSplit.contiguous(length, slices)
+        return TokenSplit.balanced(sequences, length, slices)
+
+    def _sizes(self) -> tuple[int, int]:
+        """The number of slices, and of ranks that hold one together."""
+        from torch.distributed import get_world_size
+
+        ranks = self.ranks()
+        assert ranks is not None
+        return get_world_size(ranks.keys), 1 if ranks.heads is None else get_world_size(ranks.heads)
 
     def _sequences_of(self, batch: Mapping[str, Any], size: int, length: int) -> list[Interval]:
         from ..boundaries import offsets_on_host

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -23,13 +23,15 @@ from ..layout import PackedLayout, SequenceLayout
 from ..resolution import layout_of
 from ..roles import KEY_OFFSETS, QUERY_OFFSETS
 from ..tensors import require
-from .checks import counts_from_padding, on_every_rank, require_positions
+from .all_to_all import gather_heads, scatter_heads
+from .checks import counts_from_padding, on_every_rank, require_positions, require_shares
 from .exchange import Exchange, exchanged, plan_exchange
+from .groups import Ranks
 from .sharding import ContextParallel
 from .split import Interval
 from .ulysses import slice_of
 
-__all__ = ["SpreadLayout", "over_ranks"]
+__all__ = ["SpreadLayout", "over_ranks", "require_positions_of", "rows_of", "sequences_between"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,18 +40,31 @@ class SpreadLayout(SequenceLayout):
 
     Attributes:
         exchange: which keys come from which rank.
-        group: of the ranks.
+        ranks: those that the keys travel between, and those that share the heads.
     """
 
     exchange: Exchange
-    group: dist.ProcessGroup
+    ranks: Ranks
 
     def attend(self, functions: Functions, call: AttentionCall) -> Tensor:
         """See `SequenceLayout.attend`: of the rank's tokens; there is no bias."""
         assert call.bias is None
+        if (group := self.ranks.heads) is None:
+            return self._attend(functions, call)
+        ranks = dist.get_world_size(group)
+        by_heads = [x.transpose(1, 2) for x in (call.query, call.key, call.value)]
+        query, key, value = (
+            x.transpose(1, 2) for x in scatter_heads(by_heads[0], by_heads[1], by_heads[2], group, ranks)
+        )
+        sinks = None if call.sinks is None else call.sinks.chunk(ranks)[dist.get_rank(group)]
+        out = self._attend(functions, call._replace(query=query, key=key, value=value, sinks=sinks))
+        return gather_heads(out, group, ranks)
+
+    def _attend(self, functions: Functions, call: AttentionCall) -> Tensor:
+        """The attention of a slice."""
         batch, length = call.query.shape[:2]
         query = call.query.flatten(0, 1)
-        key, value = (exchanged(x.flatten(0, 1), self.exchange, self.group) for x in (call.key, call.value))
+        key, value = (exchanged(x.flatten(0, 1), self.exchange, self.ranks.keys) for x in (call.key, call.value))
         out = query.new_zeros(*query.shape[:2], value.shape[-1])
         for part in self.exchange.groups:
             q = query if part.queries is None else query[part.queries]
@@ -119,18 +134,18 @@ def _attend(over: ContextParallel) -> Callable[[Kernel, AttentionCall], Tensor]:
 
     def attend(kernel: Kernel, call: AttentionCall) -> Tensor:
         nonlocal is_first
-        group, functions = over.source(), kernel.load()
-        assert group is not None
-        share = _Share(
-            over, group, dist.get_world_size(group), dist.get_rank(group), is_first and not fixed_shapes(call.query)
-        )
+        ranks, functions = over.ranks(), kernel.load()
+        assert ranks is not None
+        share = _Share(over, ranks, is_first and not fixed_shapes(call.query))
+        prepare: Callable[[], SequenceLayout] = partial(share.layout, functions, call)
         if share.wait:
-            layout = on_every_rank(
-                partial(share.layout, functions, call), call.query.transpose(1, 2), group, share.ranks
-            )
-            is_first = False
-        else:
-            layout = share.layout(functions, call)
+            for group in (ranks.keys, ranks.heads):
+                if group is not None:
+                    prepare = partial(
+                        on_every_rank, prepare, call.query.transpose(1, 2), group, dist.get_world_size(group)
+                    )
+        layout = prepare()
+        is_first = False
         return layout.attend(functions, call)
 
     disabled: Callable[[Kernel, AttentionCall], Tensor] = torch.compiler.disable(attend)
@@ -146,10 +161,14 @@ class _Share:
     """
 
     over: ContextParallel
-    group: dist.ProcessGroup
-    ranks: int
-    rank: int
+    ranks: Ranks
     wait: bool
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group of all."""
+        rank: int = dist.get_rank(self.ranks.all)
+        return rank
 
     def layout(self, functions: Functions, call: AttentionCall) -> SequenceLayout:
         """The layout of the rank's tokens in a call.
@@ -173,7 +192,9 @@ class _Share:
             require_positions(context)
             lengths = context.arguments.lengths if lengths is None else lengths
             positions = context.arguments.positions
-        tokens = self.ranks * length
+        if self.ranks.heads is not None:
+            require_shares(heads, call.key.shape[2], dist.get_world_size(self.ranks.heads))
+        tokens = dist.get_world_size(self.ranks.all) * length
         query, key, value = (
             x.new_empty(1).expand(batch, tokens, *x.shape[2:]) for x in (call.query, call.key, call.value)
         )
@@ -188,12 +209,12 @@ class _Share:
                 f"a mask of shape {tuple(mask.shape)} for a sequence of {tokens}",
                 "Pass the whole batch through ContextParallel.shard.",
             )
-        return self.over.in_order(mask, _rows(batch, tokens), self.ranks)
+        return self.over.in_order(mask, rows_of(batch, tokens))
 
     def _spread(self, positions: Tensor | None, layout: SequenceLayout, call: AttentionCall) -> SpreadLayout:
         """The rank's share of a layout of all tokens."""
         batch, tokens = call.query.shape[:2]
-        rows = _rows(batch, tokens)
+        rows = rows_of(batch, tokens)
         sequences = rows
         if type(layout) is PackedLayout:
             sequences = _sequences_of(layout, batch * tokens)
@@ -201,43 +222,65 @@ class _Share:
             raise _unsupported(
                 "a mask besides padding, causality and a window", "Pass packed sequences by their lengths."
             )
-        if self.over.split == "balanced" and call.lengths is None:
-            split = self.over.split_of(rows, tokens, self.ranks)  # a mask of a rank's slice says nothing of the others'
-        else:
-            split = self.over.split_of(sequences, tokens, self.ranks)
-        held = [column for start, stop in split.held(self.rank, batch) for column in range(start, stop)]
+        # A mask of a rank's slice says nothing of the others'.
+        known = rows if self.over.split == "balanced" and call.lengths is None else sequences
+        held = self.over.split_of(known, tokens).held(self.rank, batch)
         if positions is not None:
-            self._require_positions(positions, held, sequences, batch, tokens)
+            require_positions_of(held, positions, sequences, (batch, tokens), self.rank, self.wait)
         pattern = (layout.causal, layout.window)
-        exchange = plan_exchange(split, sequences, batch, self.rank, pattern, call.query.device)
-        return SpreadLayout(*pattern, tokens, exchange, self.group)
-
-    def _require_positions(
-        self, positions: Tensor, held: list[int], sequences: list[Interval], batch: int, tokens: int
-    ) -> None:
-        """Check that position ids are those of the rank's tokens: a model's default begins at 0 on every rank."""
-        if positions.ndim == 3 and positions.shape[0] == 4:
-            positions = positions[0]  # Qwen2-VL: those in the text
-        if positions.ndim != 2 or positions.shape[0] not in (1, batch):
-            return
-        first = torch.zeros(batch * tokens, dtype=torch.int64)
-        inside = torch.zeros(batch * tokens, dtype=torch.bool)
-        for start, stop in sequences:
-            first[start:stop], inside[start:stop] = start, True
-        at = torch.tensor(held)
-        columns, counts = (x.view(batch, -1).to(positions.device) for x in (at % tokens, at - first[at]))
-        known = inside[at].view(batch, -1).to(positions.device)
-        holds = ((positions == counts) | ~known).all() | ((positions == columns) | ~known).all()
-        require(
-            holds,
-            f"position_ids on rank {self.rank} are not those of its tokens. Pass the whole batch through ContextParallel.shard, or "
-            "positions that are sliced as the tokens are (by default they begin at 0 on every rank)",
-            self.wait,
-        )
+        slices, rank = self.over.slices_of(known, tokens), dist.get_rank(self.ranks.keys)
+        exchange = plan_exchange(slices, sequences, batch, rank, pattern, call.query.device)
+        return SpreadLayout(*pattern, tokens, exchange, self.ranks)
 
 
-def _rows(batch: int, tokens: int) -> list[Interval]:
+def require_positions_of(
+    held: Sequence[Interval],
+    positions: Tensor,
+    sequences: Sequence[Interval],
+    sizes: tuple[int, int],
+    rank: int,
+    wait: bool,
+) -> None:
+    """Check that position ids are those of a rank's tokens: a model's default begins at 0 on every rank.
+
+    Args:
+        held: the rank's tokens, in the flattened batch of `sizes`, as `sequences` are.
+        wait: whether to synchronise with the device and raise.
+    """
+    batch, tokens = sizes
+    if positions.ndim == 3 and positions.shape[0] == 4:
+        positions = positions[0]  # Qwen2-VL: those in the text
+    if positions.ndim != 2 or positions.shape[0] not in (1, batch):
+        return
+    first = torch.zeros(batch * tokens, dtype=torch.int64)
+    inside = torch.zeros(batch * tokens, dtype=torch.bool)
+    for start, stop in sequences:
+        first[start:stop], inside[start:stop] = start, True
+    at = torch.cat([torch.arange(start, stop) for start, stop in held])
+    columns, counts = (x.view(batch, -1).to(positions.device) for x in (at % tokens, at - first[at]))
+    known = inside[at].view(batch, -1).to(positions.device)
+    holds = ((positions == counts) | ~known).all() | ((positions == columns) | ~known).all()
+    require(
+        holds,
+        f"position_ids on rank {rank} are not those of its tokens. Pass the whole batch through ContextParallel.shard, or "
+        "positions that are sliced as the tokens are (by default they begin at 0 on every rank)",
+        wait,
+    )
+
+
+def rows_of(batch: int, tokens: int) -> list[Interval]:
+    """Each row of a batch as a sequence of its own, in the flattened batch."""
     return [(row * tokens, (row + 1) * tokens) for row in range(batch)]
+
+
+def sequences_between(offsets: Sequence[int], tokens: int) -> list[Interval]:
+    """The sequences between offsets into all ranks' tokens; raises ValueError for offsets of others."""
+    if offsets[-1] != tokens:
+        raise ValueError(
+            f"{QUERY_OFFSETS.named()} and {KEY_OFFSETS.named()} end at {offsets[-1]}, and all ranks have {tokens} tokens: pass those of "
+            "all tokens, padding as a sequence of its own"
+        )
+    return [(a, b) for a, b in pairwise(offsets) if a < b]
 
 
 def _sequences_of(layout: PackedLayout, tokens: int) -> list[Interval]:
@@ -251,12 +294,7 @@ def _sequences_of(layout: PackedLayout, tokens: int) -> list[Interval]:
     if queries.indices is not None:
         starts = queries.indices[queries.cu_seqlens[:-1].long().clamp(max=len(queries.indices) - 1)].tolist()
         return [(start, start + b - a) for start, (a, b) in zip(starts, pairwise(offsets), strict=True) if a < b]
-    if offsets[-1] != tokens:
-        raise ValueError(
-            f"{QUERY_OFFSETS.named()} and {KEY_OFFSETS.named()} end at {offsets[-1]}, and all ranks have {tokens} tokens: pass those of "
-            "all tokens, padding as a sequence of its own"
-        )
-    return [(a, b) for a, b in pairwise(offsets) if a < b]
+    return sequences_between(offsets, tokens)
 
 
 def _unsupported(feature: str, advice: str) -> UnsupportedFeatureError:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
     from ..forward_context import ForwardContext
 
-__all__ = ["gathering_mask_function", "slice_of", "spread", "ulysses"]
+#: Arguments of a call whose tokens aren't spread: ours, and VeOmni's.
+SKIPS = ("skip_sequence_parallel", "skip_ulysses")
+
+__all__ = ["SKIPS", "gathering_mask_function", "slice_of", "spread", "ulysses"]
 
 
 def ulysses(
