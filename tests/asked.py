@@ -14,7 +14,7 @@ import pytest
 from compat_matrix.cells import Cell
 from compat_matrix.pages import report
 from compat_matrix.pages.render import Links
-from compat_matrix.views.verdicts import PACKAGE, Answer, Judge, wanted
+from compat_matrix.views.verdicts import PACKAGE, Answer, Judge, OnKernel, wanted
 
 FLASH = ("flash_attention", PACKAGE)
 
@@ -46,8 +46,8 @@ def answered_alike(judge: Judge, asked: Sequence[dict[str, str]]) -> list[Answer
             "kind": answer.kind if answer.verdict == answer.minor else None,
             "closeness": answer.closeness,
             "reason": answer.why,
-            "kernels": [one.model_dump() for one in answer.kernels],
-            "lines": [[names, one.model_dump()] for names, one in answer.lines],
+            "kernels": [_dumped(one) for one in answer.kernels],
+            "lines": [[names, _dumped(one)] for names, one in answer.lines],
             "evidence": [some.cell for some in answer.evidence],
             "against": [some.cell for some in answer.against],
             "works": answer.works and answer.works.cell,
@@ -58,6 +58,10 @@ def answered_alike(judge: Judge, asked: Sequence[dict[str, str]]) -> list[Answer
         assert said == shown, (question, [(said[name], shown[name]) for name in shown if said[name] != shown[name]])
         answers.append(answer)
     return answers
+
+
+def _dumped(one: OnKernel) -> dict[str, str]:
+    return one.model_dump() | {"sign": one.sign}  # which the pages have, and the API doesn't
 
 
 def _cell(entry: dict[str, Any]) -> Cell:

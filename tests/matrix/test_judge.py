@@ -348,6 +348,11 @@ def test_where_some_work_and_some_fail_the_headline_is_no_plain_no(few: Axes, tm
         assert either.verdict == "failed"
         assert either.mixed == "1 of 2 tested combinations work, 6 were never run, 10 are excluded"
         assert [(one.verdict, one.mixed) for one in alone] == [("failed", ""), ("passed", "")]
+        stored(store, [passed(dataclasses.replace(cpu, torch="2.15"))])
+        (either,) = answered_alike(Judge(store, Rules.of(few)), [{"transformers": cpu.transformers, "device": "cpu"}])
+        without = either.kernels[0]
+        assert (without.verdict, without.sign) == ("failed", "known")
+        assert without.mixed.startswith("1 of 2 tested combinations work, ")
 
 
 #: A combination, the headline, how near the evidence is, and what is said of each kernel.

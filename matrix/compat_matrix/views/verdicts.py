@@ -201,10 +201,11 @@ class OnDevice(Model):
 
 
 class OnKernel(OnDevice):
-    """The verdict on exactly the requested releases with a FlashAttention on a device; `mixed` as in `Answer`."""
+    """The verdict on exactly the requested releases with a FlashAttention on a device; `mixed` and `sign` as in `Answer`."""
 
     flash_attention: str
     mixed: Output
+    sign: Verdict = Field(exclude=True)
 
 
 class Refusal(Model):
@@ -267,8 +268,7 @@ class Answer(Model):
     @property
     def sign(self) -> Verdict:
         """The verdict whose sign is beside the headline: where some work and some fail, that of known failures."""
-        works = {one in FINE for one in WORST if one in self.counts}
-        return "known" if len(works) > 1 else self.verdict
+        return _sign(self.counts, self.verdict)
 
     @property
     def lines(self) -> list[tuple[str, OnKernel]]:
@@ -457,9 +457,11 @@ class Judge:
             because = [own[0].reason] if own else [rule.because for rule in rules]
             because += filter(None, [] if verdict == "refused" else cells)
             counts = {"unknown": cells.count(""), "refused": len(cells) - cells.count("")}
-            mixed = "" if verdict == "refused" else _mixed([one.verdict for one in own], counts)
+            verdicts = [one.verdict for one in own]
+            mixed = "" if verdict == "refused" else _mixed(verdicts, counts)
             reason = "; ".join(dict.fromkeys(filter(None, because)))
-            found.append(OnKernel(**kernel._asdict(), verdict=verdict, reason=reason, mixed=mixed))
+            sign = _sign(verdicts, verdict)
+            found.append(OnKernel(**kernel._asdict(), verdict=verdict, reason=reason, mixed=mixed, sign=sign))
         return found
 
     def _devices(
@@ -505,6 +507,11 @@ def _verdict(summary: Summary) -> Verdict:
 
 def _because(rules: Iterable[Rule]) -> str:
     return "; ".join(dict.fromkeys(rule.because for rule in rules))
+
+
+def _sign(verdicts: Collection[str], verdict: Verdict) -> Verdict:
+    """The verdict, or ``known`` where some work and some fail."""
+    return "known" if len({one in FINE for one in WORST if one in verdicts}) > 1 else verdict
 
 
 def _does(verdicts: Collection[Verdict], end: str) -> str:

@@ -265,7 +265,7 @@ function answer(asked) {
     const is = own.length ? own[0].verdict : rules.length ? "refused" : "unknown";
     const because = [...(own.length ? [own[0].reason] : rules.map((rule) => rule.because)), ...(is === "refused" ? [] : cells.map((one) => one.because))];
     const reason = [...new Set(because.filter(Boolean))].join("; ");
-    kernels.push({ ...kernel, verdict: is, reason, mixed: is === "refused" ? "" : mixed(own, sum(cells, false), sum(cells, true)) });
+    kernels.push({ ...kernel, verdict: is, sign: isMixed(own) ? "known" : is, reason, mixed: is === "refused" ? "" : mixed(own, sum(cells, false), sum(cells, true)) });
   }
   const nearest = found.length && !fit.length ? [...found].sort(near)[0] : null;
   const instead = nearest && other(nearest).map((axis) => `${spelled(axis)} ${nearest.exact[axis] || ""}`).join(" and ");
@@ -342,7 +342,7 @@ function lines(found, asked) {
 
 function listedKernels(found, listed) {
   const said = (one) => (one.reason && one.reason !== found.reason ? ` ${one.reason}` : "");
-  const items = listed.map(([names, one]) => made("li", "", `${names}: `, signed(one.verdict, null, one.mixed), said(one)));
+  const items = listed.map(([names, one]) => made("li", "", `${names}: `, signed(one.sign, null, one.mixed), said(one)));
   return made("ul", "devices", ...items);
 }
 
