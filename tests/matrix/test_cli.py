@@ -247,7 +247,7 @@ def test_atlas_keeps_the_seams_in_a_store(project: Small) -> None:
     (seam,) = [one for one in json.loads(made.content)["seams"] if one["target"] == "torch.mine:f"]
     assert [event["what"] for event in seam["history"]] == ["there", "changed"]
     assert project.run("report", "site").returncode == 0
-    assert "torch.mine:f" in (project.folder / "site" / "seams.html").read_text()
+    assert "torch.mine:f" in (project.folder / "site" / "seams.html").read_text().replace("<wbr>", "")
     project.write("mine.py", "import torch")
     done = project.run("atlas", "--project", ".", "--store", "matrix.sqlite", **index)
     assert (done.returncode, "--store keeps seams, and can't be combined with --project" in done.stderr) == (2, True)
