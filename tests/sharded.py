@@ -23,7 +23,7 @@ import torch.multiprocessing
 import transformers
 from ranks import EXPERTS, KERNEL
 from small_mixers import MODELS, InDouble
-from tiny import CAUSAL_LMS, TRANSFORMERS, VOCAB, load, save, saved
+from tiny import CAUSAL_LMS, SHAPE, TRANSFORMERS, VOCAB, load, save, saved
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -277,6 +277,20 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
         model(**given, labels=ids)
     except ValueError as error:
         messages["labels"] = str(error)
+    routed = transformers.MixtralConfig(**SHAPE, num_local_experts=2, output_router_logits=True)
+    experts = {"experts_implementation": "eager"} if TRANSFORMERS.release >= (5,) else {}
+    router = transformers.AutoModelForCausalLM.from_config(routed, attn_implementation=NAMES["contiguous"], **experts)
+    try:
+        router(**given, labels=ids, shift_labels=ids)
+    except kernel_compat.UnsupportedFeatureError as error:
+        messages["a loss of routers"] = str(error)
+    over = ContextParallel()
+    batch = over.shard(CASES["packed by positions"].batch())
+    for what, wrong in {"twice": batch, "empty": {"input_ids": ids[:0]}}.items():
+        try:
+            over.shard(wrong)
+        except ValueError as error:
+            messages[what] = str(error)
     of_all = transformers.AutoModelForSequenceClassification.from_config(
         model.config, attn_implementation=NAMES["contiguous"]
     )
@@ -329,6 +343,12 @@ def refused_mixers(folder: Path, ids: Tensor, positions: Tensor) -> dict[str, st
             mixer(**given)
         except (ValueError, kernel_compat.UnsupportedFeatureError) as error:
             messages[what] = str(error)
+    if "kimi_linear" in MODELS and TRANSFORMERS.release >= OF_FUNCTIONS:
+        inputs = {"input_ids": ids, "use_cache": False}
+        with torch.no_grad():  # a gate of its mixers doesn't get the keyword
+            spread, alone = (load(path_of(folder, "kimi_linear"), name) for name in (NAMES["contiguous"], ALONE))
+            difference = spread(**inputs, skip_sequence_parallel=True).logits - alone(**inputs).logits
+        messages["skipped mixers"] = str(float(difference.abs().max()))
     return messages
 
 

@@ -62,6 +62,9 @@ def test_refused_on_every_rank(results: dict[str, Any]) -> None:
         assert "positions that don't begin at 0, as RobertaSelfAttention's model" in messages["positions from padding"]
         assert "LlamaForCausalLM would move them within the slice" in messages["labels"]
         assert "attention to the states of an encoder" in messages["states of an encoder"]
+        assert "the loss of MixtralForCausalLM with output_router_logits=True" in messages["a loss of routers"]
+        assert "cu_seq_lens_q ends at" in messages["twice"]
+        assert "a batch of 0 x 8 tokens can't be split" in messages["empty"]
         assert "the loss of LlamaForSequenceClassification" in messages["a label of the sequence"]
         for split in NAMES:
             assert "a model whose forward has no position_ids" in messages[f"its own positions, {split}"]
@@ -82,6 +85,7 @@ def test_mixers_refused_on_every_rank(results: dict[str, Any]) -> None:
         if TRANSFORMERS.release >= OF_FUNCTIONS:
             assert "does not support a cache of its states. Pass use_cache=False" in messages["cache of a mixer"]
             assert "no position_ids" in messages["no positions of a mixer"]
+            assert float(messages["skipped mixers"]) == 0
             own = f"position_ids on rank {rank} are not those of its tokens"
             assert (own if rank else "of the group refuses this call") in messages["default positions of a mixer"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import UnsupportedFeatureError
-from .roles import LABELS, TARGETS
+from .roles import LABELS, ROUTER_LOGITS, ROUTER_LOSS, TARGETS, Z_LOSS, Role
 from .tensors import constant
 
 __all__ = ["head_of", "require_labels_of_slices"]
@@ -16,6 +16,8 @@ __all__ = ["head_of", "require_labels_of_slices"]
 #: Classes with a head that computes each token by itself, and whose loss predicts the next token, or each token.
 _NEXT_TOKEN = re.compile(r"For(Causal(LM|Image)|ConditionalGeneration)|LMHeadModel")
 _EACH_TOKEN = re.compile(r"For(MaskedLM|TokenClassification)")
+#: Local variables of forwards: terms of the loss that are means over all tokens, of routers (Mixtral's) or logits (Bamba's).
+_MEANS = re.compile(r"(^|_)(aux|z|router|balancing)_loss$")
 
 
 class _Head(NamedTuple):
@@ -25,11 +27,13 @@ class _Head(NamedTuple):
         of_tokens: whether it computes each token by itself.
         predicts_next: whether its labels are the tokens', and each is predicted from the token before: by transformers' causal loss.
         takes_targets: whether its loss takes a target for each packed token.
+        has_means: whether it may add means over all tokens to its loss.
     """
 
     of_tokens: bool
     predicts_next: bool
     takes_targets: bool
+    has_means: bool
 
 
 @constant
@@ -40,7 +44,8 @@ def head_of(model_class: type) -> _Head:
     forward = inspect.unwrap(model_class.forward)  # type: ignore[attr-defined]
     predicts_next = following and "loss_function" in forward.__code__.co_names
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    return _Head(each or following, predicts_next, each or (predicts_next and takes_any))
+    has_means = any(map(_MEANS.search, forward.__code__.co_varnames))
+    return _Head(each or following, predicts_next, each or (predicts_next and takes_any), has_means)
 
 
 def require_labels_of_slices(model: Any, arguments: Mapping[str, Any]) -> None:
@@ -59,8 +64,29 @@ def require_labels_of_slices(model: Any, arguments: Mapping[str, Any]) -> None:
             "context parallelism",
             "A rank's loss is that of its slice. Compute it from the logits of all ranks, or of a slice with labels moved before.",
         )
+    if head.has_means and (setting := _setting_of_means(model, arguments)):
+        raise UnsupportedFeatureError(
+            f"the loss of {name} with {setting}",
+            "context parallelism",
+            "It adds a mean over the tokens of a rank's slice, once for each rank. Leave it out, or compute it from the outputs of all ranks.",
+        )
     if head.predicts_next and TARGETS.of(arguments) is None:
         raise ValueError(
             f"{LABELS.named()} of a rank's slice without {TARGETS.named()}: {name} would move them within the slice. "
             "ContextParallel.shard returns both"
         )
+
+
+def _setting_of_means(model: Any, arguments: Mapping[str, Any]) -> str:
+    """The setting by which a model's loss has means over all tokens; empty for none."""
+    configs = [model.config, model.config.get_text_config()]
+
+    def setting(role: Role) -> Any:
+        return next((value for config in configs if (value := role.attribute_of(config)) is not None), None)
+
+    routers = ROUTER_LOGITS.of(arguments)
+    if routers is None:
+        routers = setting(ROUTER_LOGITS)
+    if routers and setting(ROUTER_LOSS) != 0:
+        return f"{ROUTER_LOGITS.named()}=True"
+    return f"{Z_LOSS.named()}={weight}" if (weight := setting(Z_LOSS)) else ""

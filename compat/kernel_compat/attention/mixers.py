@@ -25,7 +25,7 @@ from .defaults import resolve
 from .forward_context import ForwardContext, current_context
 from .layer_kinds import is_attention, is_mixer
 from .model_arguments import arguments_by_name
-from .parallel.mixing import MixersOverRanks
+from .parallel.mixing import MixersOverRanks, is_tokenwise
 from .parallel.sharding import ContextParallel
 from .parallel.ulysses import SKIPS
 from .roles import layer_cache_of
@@ -80,9 +80,13 @@ def _by_sequence(original: Callable[..., Any], for_attention: bool, over_ranks: 
 def _is_skipped(context: ForwardContext, kwargs: dict[str, Any], layer: nn.Module) -> bool:
     """Whether a rank has all tokens of this call, as its caller says."""
     named = [name for name in SKIPS if name in context.arguments.names or name in kwargs]
+    if named and is_tokenwise(layer):
+        return True
     if any(name not in kwargs for name in named):
         raise UnsupportedFeatureError(
-            f"{named[0]}=", type(layer).__name__, "Its model doesn't pass it on: use a name without context_parallel."
+            f"{named[0]}=",
+            type(layer).__name__,
+            "Its model doesn't pass it on to it: use a name without context_parallel.",
         )
     return any(kwargs[name] for name in named)
 

@@ -46,6 +46,8 @@ __all__ = [
     "QUERY_LENGTH",
     "QUERY_OFFSETS",
     "READ",
+    "ROUTER_LOGITS",
+    "ROUTER_LOSS",
     "SCALE",
     "SCANS",
     "SEQUENCES",
@@ -59,6 +61,7 @@ __all__ = [
     "USE_CACHE",
     "VALUE_DIM",
     "WINDOW",
+    "Z_LOSS",
     "Role",
     "Scan",
     "cache_of",
@@ -145,6 +148,7 @@ SEQUENCES = Role("numbers of sequences", ("seq_idx",))
 CACHE_POSITIONS = Role("positions in a cache", ("cache_position",))
 ATTENTIONS = Role("return of attention weights", ("output_attentions",))
 LABELS = Role("labels", ("labels",))
+ROUTER_LOGITS = Role("return of routers' logits", ("output_router_logits",))
 #: Of losses: the labels, each moved to the token that predicts it.
 TARGETS = Role("targets", ("shift_labels",))
 DECODER_TOKENS = Role("tokens of a decoder", ("decoder_input_ids",))
@@ -194,6 +198,9 @@ USES_WINDOW = Role("use of a window", ("use_sliding_window",))
 ALIBI = Role("use of ALiBi", ("alibi",))
 LONGEST = Role("longest sequence", ("max_position_embeddings",))
 ENCODER_DECODER = Role("whether there is an encoder beside the decoder", ("is_encoder_decoder",))
+
+ROUTER_LOSS = Role("weight of the routers' loss", ("router_aux_loss_coef",))
+Z_LOSS = Role("weight of a loss of the logits", ("z_loss_coefficient",))
 
 # Attributes of model classes and of caches.
 SUPPORTS_SDPA = Role("support of sdpa", ("_supports_sdpa",))

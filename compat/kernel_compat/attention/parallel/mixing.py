@@ -33,7 +33,7 @@ from .sharding import ContextParallel
 from .split import Interval, TokenSplit
 from .spread import require_positions_of, rows_of, sequences_between
 
-__all__ = ["MixersOverRanks"]
+__all__ = ["MixersOverRanks", "is_tokenwise"]
 
 #: Of this thread: `call`, the mixer's call in progress.
 _local = threading.local()
@@ -74,7 +74,8 @@ class MixersOverRanks:
             ValueError: the positions are missing, or not those of the rank's tokens; or another rank refuses.
         """
         if getattr(_local, "call", None) is not None:
-            _require_tokenwise(layer)
+            if not is_tokenwise(layer):
+                raise _not_made_of_functions(layer)
             return original(layer, **arguments)
         group = over.source()
         assert group is not None
@@ -333,10 +334,10 @@ def _require_spreadable(layer: nn.Module) -> None:
         raise _not_made_of_functions(layer)
 
 
-def _require_tokenwise(layer: nn.Module) -> None:
-    """Check that a layer within a mixer, which has parameters like those of one, sees each token by itself: a gate."""
-    if depthwise_convolutions(layer) or not _MIXING.isdisjoint(code_names(layer.__class__)):
-        raise _not_made_of_functions(layer)
+def is_tokenwise(layer: nn.Module) -> bool:
+    """Whether a layer with parameters like those of a mixer sees each token by itself: a gate within one."""
+    names = code_names(layer.__class__)
+    return not depthwise_convolutions(layer) and names.isdisjoint(_MIXING) and names.isdisjoint(SCANS)
 
 
 def _not_made_of_functions(layer: nn.Module) -> UnsupportedFeatureError:

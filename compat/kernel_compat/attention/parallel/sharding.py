@@ -88,6 +88,8 @@ class ContextParallel:
         if tokens is None or tokens.ndim < 2:
             raise ValueError(f"a batch to be split has {TOKENS.named()} (batch, length) or {EMBEDDINGS.named()}")
         size, length = tokens.shape[:2]
+        if not size * length:
+            raise ValueError(f"a batch of {size} x {length} tokens can't be split")
         sequences = _sequences_in(batch, size, length)
         multiple = ranks * (_CHUNKS if length >= ranks * _CHUNKS * _LONG else 2)
         padded = -(-length // multiple) * multiple
@@ -189,10 +191,15 @@ def _sequences_in(batch: Mapping[str, Any], size: int, length: int) -> list[Inte
 
     from ..boundaries import find_packing, restarts_of
     from ..call import PackedLengths
-    from ..roles import MASK, POSITIONS
+    from ..roles import MASK, POSITIONS, QUERY_OFFSETS
 
     if (lengths := PackedLengths.of(batch)) is not None:
-        return [(a, b) for a, b in pairwise(lengths.offsets()[0].tolist()) if a < b]
+        offsets = lengths.offsets()[0].tolist()
+        if offsets[-1] > size * length:
+            raise ValueError(
+                f"{QUERY_OFFSETS.named()} ends at {offsets[-1]}, and there are {size} x {length} tokens: pass the whole batch, once"
+            )
+        return [(a, b) for a, b in pairwise(offsets) if a < b]
     mask, positions = MASK.of(batch), POSITIONS.of(batch)
     restarts = None if positions is None else restarts_of(positions, size, length, True)
     if mask is None and restarts is not None:
