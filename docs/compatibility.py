@@ -76,11 +76,11 @@ def main() -> None:
             said = sentence(store, current)
             (docs / "compatibility.svg").write_text(grid(axes, current), encoding="utf-8")
             text = document(store, current, said)
-            where, found = figures(store)
+            torches = common.by_version({cell.torch for cell in axes.all_cells})
+            where, found = figures(store, torches[-1])
         if options.store:
             packed.write_bytes(lzma.compress(results.read_bytes()))
     if found:
-        torches = common.by_version({cell.torch for cell in axes.all_cells})
         (docs / "torch_figures.svg").write_text(plot(found, torches), encoding="utf-8")
         text += "\n".join(section(axes, where, found, torches[-1])) + "\n"
     compatibility.write(docs / "compatibility.md", text)
@@ -264,10 +264,11 @@ def labelled(releases: Sequence[str]) -> list[int]:
 # The figures.
 
 
-def figures(store: Store) -> tuple[list[tuple[str, str, str]], Figures]:
-    """The figures of the device, transformers and Python that have most of them, and all of these, that one first.
+def figures(store: Store, after: str) -> tuple[list[tuple[str, str, str]], Figures]:
+    """The figures of one device, transformers and Python, and all of these that have figures, that one first.
 
-    Those of different ones aren't comparable.
+    Those of different ones aren't comparable. The first compares most of them between the two releases of torch, the older `BEFORE`; of
+    those that compare as many it is the one with the newest transformers, however often the others were measured.
     """
     wholes = {run.whole for run in store.runs() if run.suite == "figures"}
     places: dict[tuple[str, str, str], Figures] = {}
@@ -278,11 +279,14 @@ def figures(store: Store) -> tuple[list[tuple[str, str, str]], Figures]:
             own = places.setdefault((one.device, cell.transformers, cell.python), {})
             own.setdefault(name, {}).setdefault(kernel, {}).setdefault(cell.torch, []).append(one.figure)
 
-    def size(place: tuple[str, str, str]) -> tuple[int, object]:
-        values = (by_torch for kernels in places[place].values() for by_torch in kernels.values())
-        return sum(map(len, values)), (common.version_key(place[1]), common.version_key(place[2]), place[0])
+    def rank(place: tuple[str, str, str]) -> tuple[object, ...]:
+        device, transformers, python = place
+        series = [by_torch for kernels in places[place].values() for by_torch in kernels.values()]
+        compared = sum({BEFORE, after} <= {*by_torch} for by_torch in series)
+        size = sum(len(by_torch) for by_torch in series)
+        return compared, common.version_key(transformers), size, common.version_key(python), device
 
-    order = sorted(places, key=size, reverse=True)
+    order = sorted(places, key=rank, reverse=True)
     return order, places[order[0]] if order else {}
 
 

@@ -184,6 +184,20 @@ def test_a_figure_is_that_of_the_run_which_began_last(root: Path, store: Store, 
     assert rows(root) == ["| `flash_attention_4` | step time | 10 ms |  |  |"]
 
 
+def test_the_newest_transformers_that_compares_as_many_is_shown(root: Path, store: Store, write: Write) -> None:
+    def step(value: float) -> Figure:
+        return Figure("step time, flash_attention_4", value, "ms")
+
+    for torch in ("2.10", "2.11", "2.11", "2.15"):
+        measured(store, gpu_cell(torch), step(10.0))
+    measured(store, gpu_cell("2.11", transformers="5.24"), step(20.0))
+    write()
+    assert rows(root) == ["| `flash_attention_4` | step time | 10 ms | 10 ms | 1.00 |"]
+    measured(store, gpu_cell("2.15", transformers="5.24"), step(30.0))
+    write()
+    assert rows(root) == ["| `flash_attention_4` | step time | 20 ms | 30 ms | 1.50 |"]
+
+
 def test_a_missing_release_interrupts_the_line(root: Path, store: Store, write: Write) -> None:
     for torch in ("2.10", "2.15"):
         measured(store, gpu_cell(torch), Figure("step time, flash_attention_4", 10.0, "ms"))
