@@ -331,6 +331,8 @@ def test_compat(store: Store, client: TestClient) -> None:
         ("transformers=five", "a release such as 5.9.0, 5.9, 5.9.0rc1 or 2.11.0+cu130, not 'five'"),
         ("torch=", "a release such as"),
         ("flash_attn=fa5", "none, fa2, fa3, fa4, torch, or a package such as flash-attn 2.8.3"),
+        ("flash-attn=4.073", "or a package such as flash-attn 2.8.3, not '4.073'"),  # the pages' form takes it
+        ("flash-attn=FA2", "or a package such as flash-attn 2.8.3, not 'FA2'"),
         ("device=tpu", "'cpu' or 'cuda'"),
         ("tranformers=5.9", "tranformers"),
         ("torch=2.11&torch=2.12", "it is given 2 times, and may be given once"),

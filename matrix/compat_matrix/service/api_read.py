@@ -1,6 +1,7 @@
 """The reading API: which releases work, and the evidence."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -8,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, Field, WithJsonSchema, model_validator
 from starlette.exceptions import HTTPException
 
 from ..cells import NAME, OLD, WORD, WORDS, Device, FlashAttention, axis_of, spelled
@@ -43,8 +44,19 @@ router = APIRouter(
 #: `wanted` checks it.
 Version = Annotated[str, WithJsonSchema({"type": "string", "pattern": VERSION, "maxLength": 100})]
 _OF = rf"^(flash[-_]attn([-_][34])?|fa3[-_]fwd)(==| )(?=[0-9]+\.){VERSION.removeprefix('^')}"
+
+
+def _documented(text: str) -> str:
+    """A word or a package as the document says: the pages' form takes what people write in other ways, too."""
+    if text not in WORDS["flash_attention"] and not re.match(_OF, text):
+        words = ", ".join(WORDS["flash_attention"])
+        raise MatrixError(f"flash-attn is one of {words}, or a package such as flash-attn 2.8.3, not {text[:100]!r}")
+    return text
+
+
 Package = Annotated[
     str,
+    AfterValidator(_documented),
     WithJsonSchema(
         {"anyOf": [{"enum": [*WORDS["flash_attention"]]}, {"type": "string", "pattern": _OF, "maxLength": 100}]}
     ),
