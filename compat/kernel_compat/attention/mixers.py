@@ -19,7 +19,7 @@ from torch import nn
 
 from ..errors import UnsupportedFeatureError
 from ..kernels.memo import fixed_shapes, memoised
-from ..patching.swap import Change, Changes, make, undo
+from ..patching.swap import Change, make, undo
 from ..patching.wrapping import functions_beneath
 from .defaults import resolve
 from .forward_context import ForwardContext, current_context
@@ -78,7 +78,7 @@ def _by_sequence(original: Callable[..., Any], for_attention: bool, over_ranks: 
 
 
 def _is_skipped(context: ForwardContext, kwargs: dict[str, Any], layer: nn.Module) -> bool:
-    """Whether a rank has all tokens of this call, as its caller says."""
+    """Whether a call isn't spread: its caller says that every rank has all of its tokens. For a layer that sees token by token both are the same."""
     named = [name for name in SKIPS if name in context.arguments.names or name in kwargs]
     if named and is_tokenwise(layer):
         return True
@@ -117,8 +117,7 @@ class MixerPatches:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._functions = Changes()
-        self._over_ranks = MixersOverRanks(self._functions)
+        self._over_ranks = MixersOverRanks()
         self._is_attention: dict[type, bool] = {}  # of each class of layers to patch
         self._layers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
         #: Functions, each with its `Change` as an attribute: kept there and not here, because it refers to the layer.
@@ -132,7 +131,7 @@ class MixerPatches:
             The function that restores everything. It returns the changes of classes that other code has overwritten.
         """
         self._active = True
-        self._functions.activate()
+        self._over_ranks.activate()
         return self._undo
 
     def patch(self, model: nn.Module) -> None:
@@ -181,7 +180,7 @@ class MixerPatches:
             self._replacements = weakref.WeakSet(r for r in self._replacements if r.change in left)
             self._is_attention.clear()
             self._layers.clear()
-            left += self._functions.undo()
+            left += self._over_ranks.undo()
             return [
                 change for change in left if not isinstance(change.owner, nn.Module)
             ]  # a report must not keep layers alive

@@ -117,10 +117,7 @@ class AttentionName:
         import torch.distributed as dist  # torch stays unloaded until here
 
         source = group_source(self.group)
-        of_default = (
-            self.spread_over.of_default if isinstance(self.spread_over, ContextParallel) else source is default_group
-        )
-        if of_default and not dist.is_initialized():  # the call says so
+        if source is default_group and not dist.is_initialized():  # the call says so
             return True
         group = source()
         return group is not None and dist.get_world_size(group) > 1

@@ -20,10 +20,10 @@ from .boundaries import Rows, Sequences, offsets_on_host
 from .forward_context import ForwardContext, within
 from .roles import CACHE_POSITIONS, LENGTHS, SEQUENCES, USE_CACHE, is_layer_cache, layer_cache_of
 
-__all__ = ["RowCall", "grouped_rows", "packed_rows", "padded_rows"]
+__all__ = ["PACKED_ARGUMENTS", "RowCall", "grouped_rows", "packed_rows", "padded_rows"]
 
 #: Arguments about the whole packed row, which its sequences must not get.
-_PACKED_ARGUMENTS = frozenset(s for role in (CACHE_POSITIONS, SEQUENCES, *LENGTHS) for s in role.spellings)
+PACKED_ARGUMENTS = frozenset(s for role in (CACHE_POSITIONS, SEQUENCES, *LENGTHS) for s in role.spellings)
 
 
 def packed_rows(context: ForwardContext, padded: bool = True) -> Rows | None:
@@ -190,7 +190,7 @@ class RowCall:
             return value
         if self.keeps_cache and name in CACHE_POSITIONS.spellings and isinstance(value, Tensor):
             return value[: source.shape[1]]
-        if is_cache or name in _PACKED_ARGUMENTS:
+        if is_cache or name in PACKED_ARGUMENTS:
             return None
         if "mask" in name:
             return _mask_in_rows(value, source, lengths, (batch, length))

@@ -50,8 +50,13 @@ class Slice(NamedTuple):
         return self.ranks * self.length
 
 
-def on_every_rank(prepare: Callable[[], T], query: Tensor, group: dist.ProcessGroup | None, ranks: int) -> T:
+def on_every_rank(
+    prepare: Callable[[], T], sizes: tuple[int, int], device: torch.device, group: dist.ProcessGroup | None
+) -> T:
     """Return ``prepare()`` if it raises on no rank and all ranks have as many tokens; else raise on every rank.
+
+    Args:
+        sizes: the batch size and the length of this rank's slice.
 
     Raises:
         ValueError: `prepare` raised on another rank, or another rank has another number of tokens.
@@ -61,8 +66,8 @@ def on_every_rank(prepare: Callable[[], T], query: Tensor, group: dist.ProcessGr
         prepared = prepare()
     except Exception as error:  # each is raised below
         own_error = error
-    row = [query.shape[0], query.shape[2], own_error is not None]
-    rows = all_to_all(torch.tensor([row] * ranks, device=query.device), group).tolist()
+    row = [*sizes, own_error is not None]
+    rows = all_to_all(torch.tensor([row] * dist.get_world_size(group), device=device), group).tolist()
     if own_error is not None:
         raise own_error
     if refusing := [str(rank) for rank, (_, _, refuses) in enumerate(rows) if refuses]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -77,14 +77,24 @@ def plan_exchange(
     """
     held = [split.held(other, batch) for other in range(len(split.runs))]
     parts = [[*_parts(tokens, sequences, *pattern)] for tokens in held]
-    needed = [joined(sorted(part.keys for part in some)) for some in parts]
-    goes = [within(held[rank], keys) for keys in needed]
-    comes = [within(tokens, needed[rank]) for tokens in held]
-    own = _Places(held[rank])
-    received = _Places(interval for some in comes for interval in some)
-    groups = tuple(_group(some, own, received, device) for some in _apart(parts[rank]))
+    exchange, own, received = _exchange(held, [[part.keys for part in some] for some in parts], rank, device)
+    return replace(exchange, groups=tuple(_group(some, own, received, device) for some in _apart(parts[rank])))
+
+
+def _exchange(
+    held: Sequence[Sequence[Interval]], needed: Sequence[Iterable[Interval]], rank: int, device: torch.device
+) -> tuple[Exchange, _Places, _Places]:
+    """The exchange of one rank without its calls, the places of its own tokens, and of those that it receives.
+
+    Args:
+        held, needed: the tokens of each rank, and those that it needs.
+    """
+    wanted = [joined(sorted(some)) for some in needed]
+    goes = [within(held[rank], some) for some in wanted]
+    comes = [within(tokens, wanted[rank]) for tokens in held]
+    own, received = _Places(held[rank]), _Places(interval for some in comes for interval in some)
     sent = own.indices((interval for some in goes for interval in some), device)
-    return Exchange(sent, [size(some) for some in goes], [size(some) for some in comes], groups)
+    return Exchange(sent, [size(some) for some in goes], [size(some) for some in comes], ()), own, received
 
 
 class Halo(NamedTuple):
@@ -112,11 +122,9 @@ def plan_halo(
     """
     held = [split.held(other, batch) for other in range(len(split.runs))]
     parts = [[*_parts(tokens, sequences, True, (before, 0))] for tokens in held]
-    needed = [joined(sorted((p.keys[0], p.queries[0]) for p in some if p.keys[0] < p.queries[0])) for some in parts]
-    goes = [within(held[rank], keys) for keys in needed]
-    comes = [within(tokens, needed[rank]) for tokens in held]
-    own, received = _Places(held[rank]), _Places(interval for some in comes for interval in some)
-    tokens, arrived = size(held[rank]), sum(map(size, comes))
+    halos = [[(p.keys[0], p.queries[0]) for p in some if p.keys[0] < p.queries[0]] for some in parts]
+    exchange, own, received = _exchange(held, halos, rank, device)
+    tokens, arrived = size(held[rank]), sum(exchange.receives)
     sources, targets, end = [], [], 0
     for part in parts[rank]:
         (first, stop), start = part.queries, part.keys[0]
@@ -127,8 +135,6 @@ def plan_halo(
         ]
         targets.append(torch.arange(end + before, end + before + stop - first))
         end += before + stop - first
-    sent = own.indices((interval for some in goes for interval in some), device)
-    exchange = Exchange(sent, [size(some) for some in goes], [size(some) for some in comes], ())
     return Halo(exchange, torch.cat(sources).to(device), torch.cat(targets).to(device))
 
 

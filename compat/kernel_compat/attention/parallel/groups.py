@@ -16,9 +16,10 @@ class Ranks(NamedTuple):
     """The ranks that a sequence is spread over.
 
     Attributes:
-        all: all of them, the ranks of `heads` one after the other.
-        keys: those between which keys travel: one of each `heads`.
-        heads: those that hold one slice together, and compute a part of the heads of it each; None where each holds a slice.
+        all: the group of all of them. Ranks that share a slice follow each other.
+        keys: the group in which keys travel. It has one rank of each slice.
+        heads: the group of the ranks that share a slice of the tokens. Each of them computes a part of the attention heads. None if
+            every rank has a slice of its own.
     """
 
     all: ProcessGroup
@@ -31,7 +32,7 @@ def ranks_source(group: Any) -> Callable[[], Ranks | None]:
     if _is_plane(group):
         of_mesh = _ranks_of(group)
         return lambda: of_mesh
-    if callable(group) and group is not default_group and not hasattr(group, "get_group"):
+    if _is_function(group):
         meshes: dict[Any, Ranks] = {}
 
         def ranks() -> Ranks | None:
@@ -47,6 +48,11 @@ def ranks_source(group: Any) -> Callable[[], Ranks | None]:
         return ranks
     source = group_source(group)
     return lambda: None if (current := source()) is None else Ranks(current, current, None)
+
+
+def _is_function(group: Any) -> bool:
+    """Whether this is a function that returns a group at each call. A mesh can be called, too."""
+    return callable(group) and group is not default_group and not hasattr(group, "get_group")
 
 
 def _is_plane(group: Any) -> bool:
@@ -69,7 +75,7 @@ def group_source(group: Any) -> Callable[[], ProcessGroup | None]:
     """A function that returns the process group of `ulysses` at each call, None for none; raises as `process_group`."""
     if group is None or group is True or group is default_group:
         return default_group
-    if callable(group) and not hasattr(group, "get_group"):
+    if _is_function(group):
         return lambda: None if (current := group()) is None else process_group(current)
     fixed = process_group(group)
     return lambda: fixed

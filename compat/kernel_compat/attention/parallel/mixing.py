@@ -20,40 +20,46 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedFeatureError
 from ...kernels.memo import memoised
-from ...patching.swap import Changes
+from ...patching.swap import Change, Changes
 from ..boundaries import Rows, offsets_on_host
 from ..forward_context import ForwardContext
 from ..layer_kinds import code_names, depthwise_convolutions, state_names
-from ..roles import CONVOLUTION, FUSED_MIXERS, LENGTHS, POSITIONS, SCANS, SEQUENCES, Scan, layer_cache_of
-from ..rows import grouped_rows
+from ..roles import CONVOLUTION, FUSED_MIXERS, POSITIONS, SCANS, Scan, layer_cache_of
+from ..rows import PACKED_ARGUMENTS, grouped_rows
 from .all_to_all import exchanged_evenly
 from .checks import on_every_rank
 from .exchange import Halo, exchanged, plan_halo
 from .sharding import ContextParallel
-from .split import Interval, TokenSplit
-from .spread import require_positions_of, rows_of, sequences_between
+from .split import Interval, TokenSplit, rows_of
+from .spread import require_positions_of, sequences_between
 
 __all__ = ["MixersOverRanks", "is_tokenwise"]
 
 #: Of this thread: `call`, the mixer's call in progress.
 _local = threading.local()
 #: Arguments of functions about packed sequences, each of which is a row here.
-_PACKED = frozenset({"cu_seqlens", *(s for role in (SEQUENCES, *LENGTHS) for s in role.spellings)})
+_PACKED = PACKED_ARGUMENTS | {"cu_seqlens"}
 #: Functions that mix tokens, in the code of a layer within a mixer.
 _MIXING = frozenset({"cat", "conv1d", "cumprod", "cumsum", "flip", "pad", "range", "roll", "scan", "shift"})
 
 
 class MixersOverRanks:
-    """Computes mixers over ranks. Replaces the functions of their modules that see more than one token.
+    """Computes mixers over ranks. Replaces the functions of their modules that see more than one token, at the first call of a class."""
 
-    Args:
-        functions: the changes of these functions.
-    """
-
-    def __init__(self, functions: Changes) -> None:
-        self._functions = functions
+    def __init__(self) -> None:
+        self._functions = Changes()
+        self._replaced: set[type] = set()  # classes of layers
         #: Where tokens come from is planned on the host.
         self.forward = torch.compiler.disable(self._forward)
+
+    def activate(self) -> None:
+        """Replace functions from now on."""
+        self._functions.activate()
+
+    def undo(self) -> list[Change]:
+        """Restore all functions. Returns the changes that other code has overwritten."""
+        self._replaced.clear()
+        return self._functions.undo()
 
     def _forward(
         self,
@@ -84,15 +90,21 @@ class MixersOverRanks:
             plan = prepare(False)
         else:
             tokens = next(iter(arguments.values()))
-            plan = on_every_rank(partial(prepare, True), tokens[:, None], group, dist.get_world_size(group))
+            batch, length = tokens.shape[:2]
+            plan = on_every_rank(partial(prepare, True), (batch, length), tokens.device, group)
             over.has_mixed = True
-        for name, function in _functions_of(type(layer)).items():
-            self._functions.add(_module_of(type(layer)), name, _over_ranks(name, function))
+        self._replace(type(layer))
         call = _Call(plan)
         with _within(call):
             outputs = original(layer, **arguments)
         call.require_all(layer)
         return outputs
+
+    def _replace(self, layer: type) -> None:
+        if layer not in self._replaced:
+            for name, function in _functions_of(layer).items():
+                self._functions.add(_module_of(layer), name, _over_ranks(name, function))
+            self._replaced.add(layer)
 
 
 def _module_of(layer: Any) -> Any:
@@ -150,7 +162,7 @@ class _Plan:
         self.split, self.sequences, self.batch, self.group, self.device = split, sequences, sizes[0], group, device
         self.rank, self.ranks = dist.get_rank(group), len(split.runs)
         self._halos: dict[int, Halo] = {}
-        #: (groups of) rows in which each sequence is a row of its own.
+        #: Each sequence as a row of its own, in groups of rows.
         self.rows: Rows = grouped_rows(sequences, True, device)
         order = [
             torch.arange(start, stop) for rank in range(self.ranks) for start, stop in split.held(rank, self.batch)
@@ -158,7 +170,8 @@ class _Plan:
         in_batch = torch.cat(order).to(device)
         place = torch.empty_like(in_batch)
         place[in_batch] = torch.arange(len(in_batch), device=device)
-        #: Indices of the rows' tokens among those that arrive, rank by rank, and the reverse.
+        #: All ranks' tokens arrive in the order of the ranks. `to_rows` has the place among them of each token in the rows, and
+        #: `from_rows` the place in the rows of each token that arrives.
         self.to_rows = torch.cat([place[source].flatten() for source in self.rows.sources])
         self.from_rows = self.rows.targets[in_batch]
 
@@ -297,8 +310,10 @@ class _Heads:
             each = 1
         elif each % times == 0:
             each //= times
-        indices = torch.cat([self._of(rank, each, times) for rank in range(self._plan.ranks)])
-        return x.flatten(0, 1).index_select(1, indices).unflatten(1, (self._plan.ranks, each)).transpose(0, 1)
+        heads = x.flatten(0, 1)
+        if self._plan.ranks * each != x.shape[2]:  # some ranks have the same
+            heads = heads.index_select(1, torch.cat([self._of(rank, each, times) for rank in range(self._plan.ranks)]))
+        return heads.unflatten(1, (self._plan.ranks, each)).transpose(0, 1)
 
     def _of(self, rank: int, each: int, times: int) -> Tensor:
         """The indices of a rank's heads among groups of `times` heads."""

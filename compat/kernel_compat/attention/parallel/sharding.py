@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from .groups import Ranks, ranks_source
+from .groups import default_group, ranks_source
 
 if TYPE_CHECKING:
     import torch
@@ -52,13 +52,14 @@ class ContextParallel:
     ) -> None:
         if split not in get_args(Split):
             raise ValueError(f"split is one of {', '.join(get_args(Split))}, not {split!r}")
-        self.ranks, self.split, self.of_default = ranks_source(group), split, group is None or group is True
+        self.ranks, self.split = ranks_source(group), split
+        #: Returns the group of all ranks, None for none.
+        self.source = default_group if group is None or group is True else self._all
         #: Whether a mixer's first call has passed, in which the ranks exchange whether they refuse it.
         self.has_mixed = False
 
-    def source(self) -> ProcessGroup | None:
-        """The group of all ranks; None for none."""
-        ranks: Ranks | None = self.ranks()
+    def _all(self) -> ProcessGroup | None:
+        ranks = self.ranks()
         return None if ranks is None else ranks.all
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,6 +79,7 @@ class ContextParallel:
         import torch
 
         from ..roles import EMBEDDINGS, LABELS, LENGTHS, MASK, POSITIONS, TARGETS, TOKENS
+        from .split import rows_of
 
         group = self.source()
         if group is None:
@@ -103,7 +105,7 @@ class ContextParallel:
         if labels is not None and labels.shape == (size, length) and TARGETS.of(batch) is None:
             whole[TARGETS.named()] = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
         offsets, moved = None, sequences
-        if padded > length or sequences != [(row * length, (row + 1) * length) for row in range(size)]:
+        if padded > length or sequences != rows_of(size, length):
             moved = [
                 (a + a // length * (padded - length), b + (b - 1) // length * (padded - length)) for a, b in sequences
             ]
@@ -178,10 +180,11 @@ class ContextParallel:
     def _sequences_of(self, batch: Mapping[str, Any], size: int, length: int) -> list[Interval]:
         from ..boundaries import offsets_on_host
         from ..call import PackedLengths
+        from .split import rows_of
 
         lengths = PackedLengths.of(batch)
         if lengths is None:
-            return [(row * length, (row + 1) * length) for row in range(size)]
+            return rows_of(size, length)
         return [*pairwise(offsets_on_host(lengths.offsets()[0]))]
 
 
@@ -192,6 +195,7 @@ def _sequences_in(batch: Mapping[str, Any], size: int, length: int) -> list[Inte
     from ..boundaries import find_packing, restarts_of
     from ..call import PackedLengths
     from ..roles import MASK, POSITIONS, QUERY_OFFSETS
+    from .split import rows_of
 
     if (lengths := PackedLengths.of(batch)) is not None:
         offsets = lengths.offsets()[0].tolist()
@@ -205,7 +209,7 @@ def _sequences_in(batch: Mapping[str, Any], size: int, length: int) -> list[Inte
     if mask is None and restarts is not None:
         mask = torch.ones_like(restarts[1])
     if mask is None:
-        return [(row * length, (row + 1) * length) for row in range(size)]
+        return rows_of(size, length)
     if mask.shape != (size, length):
         raise ValueError(f"a mask of shape {tuple(mask.shape)} doesn't fit {size} x {length} tokens")
     packing = find_packing(mask, restarts)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["Interval", "TokenSplit", "joined", "overlaps", "size", "within"]
+__all__ = ["Interval", "TokenSplit", "joined", "overlaps", "rows_of", "size", "within"]
 
 #: Tokens from the first to before the second.
 Interval = tuple[int, int]
@@ -122,6 +122,11 @@ def _of_chunks(
     most = max(sum(work[chunk] for chunk in some) for some in owned)
     runs = tuple(tuple(joined((chunk * size, (chunk + 1) * size) for chunk in sorted(some))) for some in owned)
     return (most * ranks / sum(work) if any(work) else 1.0), TokenSplit(length, runs)
+
+
+def rows_of(batch: int, length: int) -> list[Interval]:
+    """Each row of a batch as a sequence of its own, in the flattened batch."""
+    return [(row * length, (row + 1) * length) for row in range(batch)]
 
 
 def joined(intervals: Iterable[Interval]) -> list[Interval]:

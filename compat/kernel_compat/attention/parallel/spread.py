@@ -28,10 +28,10 @@ from .checks import counts_from_padding, on_every_rank, require_positions, requi
 from .exchange import Exchange, exchanged, plan_exchange
 from .groups import Ranks
 from .sharding import ContextParallel
-from .split import Interval
+from .split import Interval, rows_of
 from .ulysses import slice_of
 
-__all__ = ["SpreadLayout", "over_ranks", "require_positions_of", "rows_of", "sequences_between"]
+__all__ = ["SpreadLayout", "over_ranks", "require_positions_of", "sequences_between"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class SpreadLayout(SequenceLayout):
 
     Attributes:
         exchange: which keys come from which rank.
-        ranks: those that the keys travel between, and those that share the heads.
+        ranks: the groups in which keys travel, and in which ranks share the heads.
     """
 
     exchange: Exchange
@@ -139,11 +139,10 @@ def _attend(over: ContextParallel) -> Callable[[Kernel, AttentionCall], Tensor]:
         share = _Share(over, ranks, is_first and not fixed_shapes(call.query))
         prepare: Callable[[], SequenceLayout] = partial(share.layout, functions, call)
         if share.wait:
+            batch, length = call.query.shape[:2]
             for group in (ranks.keys, ranks.heads):
                 if group is not None:
-                    prepare = partial(
-                        on_every_rank, prepare, call.query.transpose(1, 2), group, dist.get_world_size(group)
-                    )
+                    prepare = partial(on_every_rank, prepare, (batch, length), call.query.device, group)
         layout = prepare()
         is_first = False
         return layout.attend(functions, call)
@@ -266,11 +265,6 @@ def require_positions_of(
         "positions that are sliced as the tokens are (by default they begin at 0 on every rank)",
         wait,
     )
-
-
-def rows_of(batch: int, tokens: int) -> list[Interval]:
-    """Each row of a batch as a sequence of its own, in the flattened batch."""
-    return [(row * tokens, (row + 1) * tokens) for row in range(batch)]
 
 
 def sequences_between(offsets: Sequence[int], tokens: int) -> list[Interval]:

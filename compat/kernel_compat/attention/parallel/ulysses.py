@@ -104,7 +104,7 @@ def spread(forward: AttentionForward, alone: AttentionForward, group: Any) -> At
         own = Slice(rank, ranks, batch, length, wait=first and not fixed_shapes(query))
         check = partial(check_call, module, (query, key, value), attention_mask, kwargs, own)
         if own.wait:
-            attention_mask, kwargs = on_every_rank(check, query, group, ranks)
+            attention_mask, kwargs = on_every_rank(check, (batch, length), query.device, group)
             first = False
         else:
             attention_mask, kwargs = check()
