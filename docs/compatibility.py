@@ -267,8 +267,8 @@ def labelled(releases: Sequence[str]) -> list[int]:
 def figures(store: Store, after: str) -> tuple[list[tuple[str, str, str]], Figures]:
     """The figures of one device, transformers and Python, and all of these that have figures, that one first.
 
-    Those of different ones aren't comparable. The first compares most of them between the two releases of torch, the older `BEFORE`; of
-    those that compare as many it is the one with the newest transformers, however often the others were measured.
+    Figures of different ones aren't comparable. First comes the one that has most figures for both releases of torch that are compared,
+    `BEFORE` and `after`. If several have as many, the one with the newest transformers comes first, even if others have more figures in all.
     """
     wholes = {run.whole for run in store.runs() if run.suite == "figures"}
     places: dict[tuple[str, str, str], Figures] = {}

@@ -22,7 +22,7 @@ from ..store.documents import ATLAS, kept
 from ..versions import VERSION
 from ..views import diff
 from ..views.facts import Atlas, Cells, CellState, Changes, Error, Result, Runs, WholeRun, as_json
-from ..views.verdicts import Answer, wanted
+from ..views.verdicts import Answer, no_flash_attention, wanted
 from . import feed, metrics
 from .site import Current, Site
 
@@ -49,8 +49,7 @@ _OF = rf"^(flash[-_]attn([-_][34])?|fa3[-_]fwd)(==| )(?=[0-9]+\.){VERSION.remove
 def _documented(text: str) -> str:
     """A word or a package as the document says: the pages' form takes what people write in other ways, too."""
     if text not in WORDS["flash_attention"] and not re.match(_OF, text):
-        words = ", ".join(WORDS["flash_attention"])
-        raise MatrixError(f"flash-attn is one of {words}, or a package such as flash-attn 2.8.3, not {text[:100]!r}")
+        raise no_flash_attention(text)
     return text
 
 

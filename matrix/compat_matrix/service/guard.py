@@ -206,7 +206,7 @@ def refuse(request: Request, error: Exception) -> Response:
 
 
 def before(request: Request) -> str:
-    """The page of this service from which a person came; empty if there is none."""
+    """The path of the page that led to this request, if that is a page of this service; else empty."""
     here = request.headers.get("host", "") + request.scope.get("root_path", "").rstrip("/")
     path = request.headers.get("referer", "").partition("://")[2].removeprefix(here)
     return path if is_inside(path) else ""

@@ -35,7 +35,7 @@ class Rules(NamedTuple):
     Attributes:
         values: the values of each axis.
         rules: the conditions.
-        cells: the cells that may be meant, with the reasons of those that are excluded.
+        cells: the cells that a request may be about, each with the reason why it is excluded; empty for one that isn't.
         torchs_own: whether no FlashAttention means torch's own on CUDA, where no cell is without.
     """
 

@@ -80,9 +80,14 @@ def _flash_attention(text: str) -> dict[str, str]:
     version = next(filter(None, versions), "")
     kind = f"fa{number or (version or '2')[0]}" if match else text
     if kind not in WORDS["flash_attention"] and "." not in version:
-        words = ", ".join(WORDS["flash_attention"])
-        raise MatrixError(f"flash-attn is one of {words}, or a package such as flash-attn 2.8.3, not {text[:100]!r}")
+        raise no_flash_attention(text)
     return {"flash_attention": kind, **({PACKAGE: version} if "." in version else {})}
+
+
+def no_flash_attention(text: str) -> MatrixError:
+    """The error for a text that names no FlashAttention."""
+    words = ", ".join(WORDS["flash_attention"])
+    return MatrixError(f"flash-attn is one of {words}, or a package such as flash-attn 2.8.3, not {text[:100]!r}")
 
 
 class Difference(Model):
@@ -235,8 +240,8 @@ class Answer(Model):
         closeness: how near the evidence is.
         devices: the verdict on each device that may be meant, other patches included.
         kernels: the verdict on each FlashAttention on each device that may be meant.
-        counts: the number of requested combinations with each verdict; of those that were never run or are excluded only what
-            the axes or the store have.
+        counts: the number of requested combinations with each verdict. Combinations that were never run or are excluded count if
+            the axes or the store have a cell for them.
         tested: the evidence, deciding entries first; then, or else, the nearest combinations, nearest first.
         works: the nearest combination that passed, if this one doesn't.
         against: failures on the next tested releases on either side, if it was never run.
@@ -272,7 +277,7 @@ class Answer(Model):
 
     @property
     def lines(self) -> list[tuple[str, OnKernel]]:
-        """The verdicts on several kernels; those that are alike with all of their names."""
+        """Of a question about several kernels, the verdict on each. Kernels with the same verdict and reason are one line, which names them all."""
         alike: dict[tuple[str, ...], list[OnKernel]] = {}
         for one in self.kernels if len(self.kernels) > 1 and self.verdict != "refused" else ():
             alike.setdefault((one.device, one.verdict, one.mixed, one.reason), []).append(one)
@@ -433,7 +438,7 @@ class Judge:
         return (*minors, *patches, *newest, one.past.cell)
 
     def _cells(self, on: Mapping[str, Mapping[str, str]]) -> dict[Cell, str]:
-        """The requested cells, with the reasons of those that are excluded."""
+        """The cells of the request, each with the reason why it is excluded; empty for one that isn't."""
         axes = {device: {axis: value for axis, value in one.items() if axis != PACKAGE} for device, one in on.items()}
         return {cell: why for cell, why in self.rules.cells.items() if _alike(cell.axes, axes[cell.device])}
 
