@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernel_compat.attention.parallel.exchange import Exchange, plan_exchange
+from kernel_compat.attention.parallel.exchange import Exchange, Selection
+from kernel_compat.attention.parallel.plan import AttentionPlan, Spread
 from kernel_compat.attention.parallel.sharding import ContextParallel
 from kernel_compat.attention.parallel.split import Interval, TokenSplit
 from kernel_compat.kernels.options import Options
@@ -65,11 +66,16 @@ def test_the_work_of_packed_sequences_is_even(ranks: int) -> None:
         assert max(work) * ranks <= 1.03 * sum(work)
 
 
-@given(batches(), st.sampled_from([(-1, -1), (2, 0), (5, 0), (3, 3), (1, 4)]), st.booleans(), st.booleans())
+@given(batches(), st.sampled_from([(-1, -1), (2, 0), (5, 0), (3, 3), (1, 4)]), st.booleans(), st.booleans(), st.data())
 def test_every_query_gets_its_keys(
-    batch: tuple[list[Interval], int, int, int], window: tuple[int, int], causal: bool, balanced: bool
+    batch: tuple[list[Interval], int, int, int],
+    window: tuple[int, int],
+    causal: bool,
+    balanced: bool,
+    data: st.DataObject,
 ) -> None:
     sequences, rows, length, ranks = batch
+    head_ranks = data.draw(st.sampled_from([n for n in (1, 2, 4) if ranks % n == 0]))
     window = (window[0], 0) if causal and window[0] >= 0 else window
     split = (
         TokenSplit.balanced(sequences, length, ranks, causal=causal)
@@ -86,33 +92,127 @@ def test_every_query_gets_its_keys(
         part = slice(start, stop)
         options = Options(causal=causal, window_size=window)
         expected[part] = attend(q[None, part], k[None, part], v[None, part], options)[0]
-    exchanges = [plan_exchange(split, sequences, rows, rank, (causal, window), CPU) for rank in range(ranks)]
+    spread = Spread(split, sequences, rows, (causal, window))
+    plans = [spread.plan(rank, head_ranks, KEY_HEADS, CPU) for rank in range(ranks)]
     held = [torch.tensor([t for a, b in split.held(rank, rows) for t in range(a, b)]) for rank in range(ranks)]
-    for rank, exchange in enumerate(exchanges):
-        keys, values = (_received(x, exchanges, held, rank) for x in (k, v))
-        out = torch.zeros_like(q[held[rank]])
-        for group in exchange.groups:
-            queries = slice(None) if group.queries is None else group.queries
-            own = slice(None) if group.keys is None else group.keys
-            options = Options(causal=causal, window_size=group.window)
-            out[queries] = attend(q[held[rank]][queries], keys[own], values[own], options, group.lengths)
-        torch.testing.assert_close(out, expected[held[rank]])
+    own = [
+        [_rows(x[tokens], units) for tokens in held]
+        for x, units in zip((q, k, v), (0, 1, 1), strict=True)
+        for units in [plans[0].units[units]]
+    ]
+    computed = []
+    for rank, plan in enumerate(plans):
+        query = own[0][rank] if plan.to_heads is None else _received(own[0], [p.to_heads for p in plans], rank)
+        key, value = (_received(x, [p.to_queries for p in plans], rank) for x in own[1:])
+        computed.append(_computed(plan, query, key, value, causal))
+    for rank, tokens in enumerate(held):
+        outputs = computed[rank]
+        if (to_heads := plans[rank].to_heads) is not None:
+            outputs = to_heads.sent.added(_returned(computed, [p.to_heads for p in plans], rank))
+        torch.testing.assert_close(outputs.view(len(tokens), HEADS, DIM), expected[tokens])
 
 
-def _received(x: Tensor, exchanges: list[Exchange], held: list[Tensor], rank: int) -> Tensor:
-    """What the all-to-all brings to a rank."""
-    parts = [x[held[other]][exchange.sent].split(exchange.sends)[rank] for other, exchange in enumerate(exchanges)]
-    assert [len(part) for part in parts] == exchanges[rank].receives
+def _rows(x: Tensor, units: int) -> Tensor:
+    """From (tokens, heads, head_dim) to (rows, heads, head_dim)."""
+    return x.unflatten(1, (units, -1)).flatten(0, 1)
+
+
+def _computed(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    """The outputs of the rows of queries that a rank has got."""
+    out = torch.zeros_like(query)
+    asked, kept = (slice(None) if x is None else x.index for x in (plan.queries, plan.keys))
+    q, k, v, results = query[asked], key[kept], value[kept], [query[:0]]
+    for call in plan.calls:
+        (a, b), (c, d), options = call.queries, call.keys, Options(causal=causal, window_size=call.window)
+        results.append(attend(q[a:b], k[c:d], v[c:d], options, call.lengths))
+    out[asked] = torch.cat(results)
+    return out
+
+
+def _received(rows: list[Tensor], exchanges: list[Exchange], rank: int) -> Tensor:
+    """What an exchange brings to a rank."""
+    parts = [
+        (x if exchange.sent is None else x[exchange.sent.index]).split([*exchange.sends])[rank]
+        for x, exchange in zip(rows, exchanges, strict=True)
+    ]
+    assert [len(part) for part in parts] == [*exchanges[rank].receives]
     return torch.cat(parts)
+
+
+def _returned(rows: list[Tensor], exchanges: list[Exchange], rank: int) -> Tensor:
+    """What comes back to a rank, as it had sent it."""
+    return torch.cat([x.split([*e.receives])[rank] for x, e in zip(rows, exchanges, strict=True)])
 
 
 def test_a_window_needs_the_neighbours_keys_alone() -> None:
     """Of rank 1 and its neighbours, not of the first ranks, as without a window."""
     split = TokenSplit.contiguous(64, 4)
-    near = plan_exchange(split, [(0, 64)], 1, 3, (True, (4, 0)), CPU)
-    far = plan_exchange(split, [(0, 64)], 1, 3, (True, (-1, -1)), CPU)
-    assert near.receives == [0, 0, 4, 16]
-    assert far.receives == [16, 16, 16, 16]
+    near, far = (Spread(split, [(0, 64)], 1, (True, window)) for window in ((4, 0), (-1, -1)))
+    assert near.plan(3, 1, KEY_HEADS, CPU).to_queries.receives == [0, 0, 4, 16]
+    assert far.plan(3, 1, KEY_HEADS, CPU).to_queries.receives == [16, 16, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads", "window", "head_ranks"),
+    [
+        (2, 32, 8, -1, 1),
+        (4, 32, 8, -1, 1),
+        (8, 32, 8, -1, 8),
+        (4, 32, 32, -1, 4),
+        (8, 32, 1, -1, 1),
+        (8, 32, 32, 64, 1),
+        (3, 32, 32, -1, 1),
+    ],
+)
+def test_heads_are_shared_where_less_travels(
+    ranks: int, heads: int, kv_heads: int, window: int, head_ranks: int
+) -> None:
+    length = 128 * ranks
+    split = TokenSplit.balanced([(0, length)], length, ranks)
+    spread = Spread(split, [(0, length)], 1, (True, (window, 0 if window >= 0 else -1)))
+    assert spread.head_ranks(heads, kv_heads) == head_ranks
+
+
+def test_traffic_is_what_plans_send() -> None:
+    """To other ranks."""
+    split = TokenSplit.balanced([(0, 100), (100, 160)], 160, 4)
+    spread = Spread(split, [(0, 100), (100, 160)], 1, (True, (-1, -1)))
+    for head_ranks in (1, 2, 4):
+        sent = 0
+        for rank in range(4):
+            plan = spread.plan(rank, head_ranks, KEY_HEADS, CPU)
+            sent += 2 * _to_others(plan.to_queries, rank) * KEY_HEADS // plan.units[1]
+            sent += 0 if plan.to_heads is None else 2 * _to_others(plan.to_heads, rank) * HEADS // head_ranks
+        assert spread.traffic(head_ranks, HEADS, KEY_HEADS) == sent
+
+
+def _to_others(exchange: Exchange, rank: int) -> int:
+    return sum(exchange.sends) - exchange.sends[rank]
+
+
+def test_a_long_sequence_in_many_chunks_is_not_copied_for_each() -> None:
+    """Between its chunks on a rank are those of others."""
+    runs = tuple(tuple((start, start + 8) for start in range(8 * rank, 512, 32)) for rank in range(4))
+    spread = Spread(TokenSplit(512, runs), [(0, 512)], 1, (True, (-1, -1)))
+    plan = spread.plan(3, 1, KEY_HEADS, CPU)
+    assert plan.keys is not None
+    assert len(plan.keys.index) <= 1.5 * 512
+    assert len(plan.calls) > 1
+    assert sum(call.queries[1] - call.queries[0] for call in plan.calls) == 128
+
+
+@given(st.lists(st.integers(0, 6), max_size=20))
+def test_rows_put_back_are_added(index: list[int]) -> None:
+    selection = Selection.of(torch.tensor(index, dtype=torch.int64), 7, CPU)
+    x, y = (torch.randn(n, 2, 3, dtype=torch.float64, requires_grad=True) for n in (7, len(index)))
+    taken, put = selection.take(x), selection.put(y)
+    torch.testing.assert_close(taken, x[index])
+    torch.testing.assert_close(put, torch.zeros_like(x).index_add(0, torch.tensor(index, dtype=torch.int64), y))
+    # The transpose: both have the same gradients as a product.
+    torch.testing.assert_close((taken * y).sum(), (x * put).sum())
+    for result, weight, leaf, expected in ((taken, y, x, put), (put, x, y, taken)):
+        (gradient,) = torch.autograd.grad((result * weight.detach()).sum(), leaf)
+        torch.testing.assert_close(gradient, expected)
 
 
 def test_arguments() -> None:

@@ -16,38 +16,32 @@ class Ranks(NamedTuple):
     """The ranks that a sequence is spread over.
 
     Attributes:
-        all: the group of all of them. Ranks that share a slice follow each other.
-        keys: the group in which keys travel. It has one rank of each slice.
-        heads: the group of the ranks that share a slice of the tokens. Each of them computes a part of the attention heads. None if
-            every rank has a slice of its own.
+        group: of all of them.
+        head_ranks: how many neighbouring ranks share the heads of their tokens; None for as many as is best for a layer.
     """
 
-    all: ProcessGroup
-    keys: ProcessGroup
-    heads: ProcessGroup | None
+    group: ProcessGroup
+    head_ranks: int | None
 
 
-def ranks_source(group: Any) -> Callable[[], Ranks | None]:
+def ranks_source(group: Any, head_ranks: int | None) -> Callable[[], Ranks | None]:
     """A function that returns the `Ranks` of `ContextParallel` at each call, None for none; raises as `process_group`."""
-    if _is_plane(group):
-        of_mesh = _ranks_of(group)
-        return lambda: of_mesh
-    if _is_function(group):
-        meshes: dict[Any, Ranks] = {}
+    if not _is_plane(group) and not _is_function(group):
+        source = group_source(group)
+        return lambda: None if (current := source()) is None else Ranks(current, head_ranks)
+    of_meshes: dict[Any, Ranks] = {}
 
-        def ranks() -> Ranks | None:
-            current = group()
-            if current is None:
-                return None
-            if not _is_plane(current):
-                return Ranks(*(process_group(current),) * 2, None)
-            if current not in meshes:
-                meshes[current] = _ranks_of(current)
-            return meshes[current]
+    def ranks() -> Ranks | None:
+        current = group() if _is_function(group) else group
+        if current is None:
+            return None
+        if not _is_plane(current):
+            return Ranks(process_group(current), head_ranks)
+        if current not in of_meshes:
+            of_meshes[current] = _ranks_of(current)
+        return of_meshes[current]
 
-        return ranks
-    source = group_source(group)
-    return lambda: None if (current := source()) is None else Ranks(current, current, None)
+    return ranks
 
 
 def _is_function(group: Any) -> bool:
@@ -68,7 +62,7 @@ def _ranks_of(mesh: DeviceMesh) -> Ranks:
     ranks = mesh.mesh.flatten().tolist()
     # The others of the default group needn't make it, and wait for nothing.
     flat = dist.new_group(ranks, use_local_synchronization=True)
-    return Ranks(flat, mesh.get_group(0), mesh.get_group(1))
+    return Ranks(flat, mesh.size(1))
 
 
 def group_source(group: Any) -> Callable[[], ProcessGroup | None]:

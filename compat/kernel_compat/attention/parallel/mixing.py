@@ -28,7 +28,8 @@ from ..roles import CONVOLUTION, FUSED_MIXERS, POSITIONS, SCANS, Scan, layer_cac
 from ..rows import PACKED_ARGUMENTS, grouped_rows
 from .all_to_all import exchanged_evenly
 from .checks import on_every_rank
-from .exchange import Halo, exchanged, plan_halo
+from .exchange import exchanged
+from .plan import Halo, plan_halo
 from .sharding import ContextParallel
 from .split import Interval, TokenSplit, rows_of
 from .spread import require_positions_of, sequences_between

@@ -34,14 +34,17 @@ class ContextParallel:
 
     Args:
         group: a process group or a mesh, or a function that returns one at each call, for a framework that makes its groups later;
-            None or True for the default group. In a mesh of two dimensions keys travel along the first. The ranks along the second
-            hold a slice together, and compute a part of the heads of it each, as in `ulysses`: their number divides that of the heads.
+            None or True for the default group. In a mesh of two dimensions keys travel along the first, and the ranks along the
+            second share heads.
         split: ``"balanced"``: chunks on each rank, such that all have as many tokens and about as much attention to compute; made
             by `shard`. ``"contiguous"``: rank r has the r-th of equal slices.
+        head_ranks: how many neighbouring ranks share heads: each of them computes a part of the heads of all their tokens, as in
+            `ulysses`, and keys travel between these groups. 1: keys alone travel. It divides the number of ranks, that of the query
+            heads, and that of the key heads or the other way round. None: for each layer the number with which the least travels.
 
     Raises:
         TypeError: `group` is no group that this rank is in.
-        ValueError: there is no such split.
+        ValueError: there is no such split, or `head_ranks` is less than 1.
     """
 
     def __init__(
@@ -49,10 +52,13 @@ class ContextParallel:
         group: ProcessGroup | DeviceMesh | Callable[[], Any] | Literal[True] | None = None,
         *,
         split: Split = "balanced",
+        head_ranks: int | None = None,
     ) -> None:
         if split not in get_args(Split):
             raise ValueError(f"split is one of {', '.join(get_args(Split))}, not {split!r}")
-        self.ranks, self.split = ranks_source(group), split
+        if head_ranks is not None and head_ranks < 1:
+            raise ValueError(f"head_ranks is a number of ranks, not {head_ranks}")
+        self.ranks, self.split = ranks_source(group, head_ranks), split
         #: Returns the group of all ranks, None for none.
         self.source = default_group if group is None or group is True else self._all
         #: Whether a mixer's first call has passed, in which the ranks exchange whether they refuse it.
@@ -60,7 +66,7 @@ class ContextParallel:
 
     def _all(self) -> ProcessGroup | None:
         ranks = self.ranks()
-        return None if ranks is None else ranks.all
+        return None if ranks is None else ranks.group
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """A model's arguments for this rank's tokens, of those of the whole batch, which every rank passes alike.
@@ -156,26 +162,16 @@ class ContextParallel:
 
     def split_of(self, sequences: Sequence[Interval], length: int) -> TokenSplit:
         """Which tokens each of the ranks holds of sequences, given as intervals in the flattened batch, in rows of a length."""
-        return self.slices_of(sequences, length).divided(self._sizes()[1])
-
-    def slices_of(self, sequences: Sequence[Interval], length: int) -> TokenSplit:
-        """The same for slices, which several ranks may hold together."""
-        from .split import TokenSplit
-
-        slices, parts = self._sizes()
-        if length % (slices * parts):
-            raise ValueError(f"a sequence of {length} tokens can't be split evenly over {slices * parts} ranks: pad it")
-        if self.split == "contiguous":
-            return TokenSplit.contiguous(length, slices)
-        return TokenSplit.balanced(sequences, length, slices)
-
-    def _sizes(self) -> tuple[int, int]:
-        """The number of slices, and of ranks that hold one together."""
         from torch.distributed import get_world_size
 
-        ranks = self.ranks()
-        assert ranks is not None
-        return get_world_size(ranks.keys), 1 if ranks.heads is None else get_world_size(ranks.heads)
+        from .split import TokenSplit
+
+        ranks = get_world_size(self.source())
+        return (
+            TokenSplit.contiguous(length, ranks)
+            if self.split == "contiguous"
+            else TokenSplit.balanced(sequences, length, ranks)
+        )
 
     def _sequences_of(self, batch: Mapping[str, Any], size: int, length: int) -> list[Interval]:
         from ..boundaries import offsets_on_host

@@ -50,14 +50,6 @@ class TokenSplit:
         _require_multiple(length, ranks)
         return _balanced(tuple(sequences), length, ranks, causal)
 
-    def divided(self, parts: int) -> TokenSplit:
-        """The same with each rank's columns cut into equal parts, of a rank each."""
-        if parts == 1:
-            return self
-        each = self.length // len(self.runs) // parts
-        runs = tuple(_cut(some, part * each, (part + 1) * each) for some in self.runs for part in range(parts))
-        return TokenSplit(self.length, runs)
-
     def columns(self, rank: int) -> list[int]:
         """The columns of a rank."""
         return [column for start, stop in self.runs[rank] for column in range(start, stop)]
@@ -65,17 +57,6 @@ class TokenSplit:
     def held(self, rank: int, batch: int) -> list[Interval]:
         """The tokens of a rank in the flattened batch, in the order in which its slices have them."""
         return [(row * self.length + a, row * self.length + b) for row in range(batch) for a, b in self.runs[rank]]
-
-
-def _cut(runs: Iterable[Interval], first: int, stop: int) -> tuple[Interval, ...]:
-    """The columns from `first` to before `stop`, as counted along the runs."""
-    cut, at = [], 0
-    for a, b in runs:
-        start, end = max(a, a + first - at), min(b, a + stop - at)
-        if start < end:
-            cut.append((start, end))
-        at += b - a
-    return tuple(cut)
 
 
 def _require_multiple(length: int, ranks: int) -> None:
@@ -143,8 +124,8 @@ def joined(intervals: Iterable[Interval]) -> list[Interval]:
 def overlaps(interval: Interval, bounds: Sequence[Interval]) -> Iterator[tuple[Interval, Interval]]:
     """The parts of an interval that lie in sorted and disjoint bounds, each with these bounds."""
     start, stop = interval
-    for bound in bounds[max(bisect_right(bounds, interval) - 1, 0) :]:
-        if bound[0] >= stop:
+    for index in range(max(bisect_right(bounds, interval) - 1, 0), len(bounds)):
+        if (bound := bounds[index])[0] >= stop:
             return
         part = max(start, bound[0]), min(stop, bound[1])
         if part[0] < part[1]:

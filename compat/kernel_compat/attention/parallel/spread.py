@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,15 +23,18 @@ from ..layout import PackedLayout, SequenceLayout
 from ..resolution import layout_of
 from ..roles import KEY_OFFSETS, QUERY_OFFSETS
 from ..tensors import require
-from .all_to_all import gather_heads, scatter_heads
 from .checks import counts_from_padding, on_every_rank, require_positions, require_shares
-from .exchange import Exchange, exchanged, plan_exchange
+from .exchange import Transfer
 from .groups import Ranks
+from .plan import AttentionPlan, Spread
 from .sharding import ContextParallel
 from .split import Interval, rows_of
 from .ulysses import slice_of
 
 __all__ = ["SpreadLayout", "over_ranks", "require_positions_of", "sequences_between"]
+
+#: Numbers of parts into which heads are cut, the best first.
+_CHUNKS = (4, 2, 3, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,41 +42,119 @@ class SpreadLayout(SequenceLayout):
     """A rank's share of the queries, with the keys of all ranks that they see.
 
     Attributes:
-        exchange: which keys come from which rank.
-        ranks: the groups in which keys travel, and in which ranks share the heads.
+        spread: the batch over ranks.
+        ranks: which they are.
+        plans: of this rank, by the numbers of heads of a layer.
     """
 
-    exchange: Exchange
+    spread: Spread
     ranks: Ranks
+    plans: dict[tuple[int, int], AttentionPlan] = field(default_factory=dict)
 
     def attend(self, functions: Functions, call: AttentionCall) -> Tensor:
         """See `SequenceLayout.attend`: of the rank's tokens; there is no bias."""
         assert call.bias is None
-        if (group := self.ranks.heads) is None:
-            return self._attend(functions, call)
-        ranks = dist.get_world_size(group)
-        by_heads = [x.transpose(1, 2) for x in (call.query, call.key, call.value)]
-        query, key, value = (
-            x.transpose(1, 2) for x in scatter_heads(by_heads[0], by_heads[1], by_heads[2], group, ranks)
-        )
-        sinks = None if call.sinks is None else call.sinks.chunk(ranks)[dist.get_rank(group)]
-        out = self._attend(functions, call._replace(query=query, key=key, value=value, sinks=sinks))
-        return gather_heads(out, group, ranks)
+        plan = self._plan(call)
+        chunks = _chunks(call.key.shape[2] // plan.units[1])
+        return _Attention(functions, call, self, plan, chunks).output()
 
-    def _attend(self, functions: Functions, call: AttentionCall) -> Tensor:
-        """The attention of a slice."""
-        batch, length = call.query.shape[:2]
-        query = call.query.flatten(0, 1)
-        key, value = (exchanged(x.flatten(0, 1), self.exchange, self.ranks.keys) for x in (call.key, call.value))
-        out = query.new_zeros(*query.shape[:2], value.shape[-1])
-        for part in self.exchange.groups:
-            q = query if part.queries is None else query[part.queries]
-            k, v = (x if part.keys is None else x[part.keys] for x in (key, value))
-            result = functions.attend(q, k, v, call.options(self.causal, part.window), part.lengths)
-            out = result if part.queries is None else out.index_copy(0, part.queries, result)
-        if not self.exchange.groups:
+    def _plan(self, call: AttentionCall) -> AttentionPlan:
+        heads = call.query.shape[2], call.key.shape[2]
+        if heads not in self.plans:
+            shared = self.ranks.head_ranks or self.spread.head_ranks(*heads)
+            self.plans[heads] = self.spread.plan(dist.get_rank(self.ranks.group), shared, heads[1], call.query.device)
+        return self.plans[heads]
+
+
+def _chunks(heads: int) -> int:
+    """Into how many parts the heads of keys are cut, of which the next ones travel while one is computed."""
+    return next(chunks for chunks in _CHUNKS if heads % chunks == 0)
+
+
+class _Attention:
+    """The attention of one layer, one part of the heads after the other.
+
+    Args:
+        chunks: the number of parts.
+    """
+
+    def __init__(
+        self, functions: Functions, call: AttentionCall, layout: SpreadLayout, plan: AttentionPlan, chunks: int
+    ) -> None:
+        self._functions, self._call, self._layout, self._plan = functions, call, layout, plan
+        self._group = layout.ranks.group
+        q_units, kv_units = plan.units
+        self._inputs = (
+            _parts_of(call.query, q_units, chunks),
+            _parts_of(call.key, kv_units, chunks),
+            _parts_of(call.value, kv_units, chunks),
+        )
+        self._sinks: Sequence[Tensor | None] = [None] * chunks
+        if call.sinks is not None:
+            own = call.sinks.unflatten(0, (q_units, chunks, -1))[dist.get_rank(self._group) % q_units]
+            self._sinks = own.unbind(0)
+
+    def output(self) -> Tensor:
+        """(batch, length, heads, value's head dimension), of the rank's tokens."""
+        chunks = len(self._sinks)
+        # The order of these steps is also that of the backward pass, in reverse: gradients travel while others are computed.
+        under_way = [self._launch(chunk) for chunk in range(min(chunks, 2))]
+        outputs: list[Tensor | Transfer] = []
+        for chunk in range(chunks):
+            tensors = self._arrived(under_way[chunk])
+            if chunk + 2 < chunks:
+                under_way.append(self._launch(chunk + 2))
+            outputs.append(self._attend(*tensors, self._sinks[chunk]))
+            if chunk:
+                outputs[chunk - 1] = self._back(outputs[chunk - 1])
+        rows = [*outputs[:-1], self._back(outputs[-1])]
+        batch, length = self._call.query.shape[:2]
+        parts = [x.unflatten(0, (batch, length, -1)) for x in rows]  # (batch, length, units, heads, head dimension)
+        out = parts[0] if chunks == 1 else torch.stack(parts, 3).flatten(3, 4)
+        return out.flatten(2, 3)
+
+    def _launch(self, chunk: int) -> tuple[Tensor | Transfer, ...]:
+        query, key, value = (parts[chunk] for parts in self._inputs)
+        to_heads, to_queries = self._plan.to_heads, self._plan.to_queries
+        sent = query if to_heads is None else to_heads.launch(query, self._group)
+        return sent, to_queries.launch(key, self._group), to_queries.launch(value, self._group)
+
+    def _arrived(self, under_way: tuple[Tensor | Transfer, ...]) -> tuple[Tensor, ...]:
+        query, key, value = (x.arrived() if isinstance(x, Transfer) else x for x in under_way)
+        queries, keys = self._plan.queries, self._plan.keys
+        return query if queries is None else queries.take(query), *(
+            x if keys is None else keys.take(x) for x in (key, value)
+        )
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor | Transfer:
+        """The output of a part, on its way to the ranks whose tokens it is of."""
+        plan, causal = self._plan, self._layout.causal
+        call, results = self._call._replace(sinks=sinks), []
+        for part in plan.calls:
+            (a, b), (c, d) = part.queries, part.keys
+            options = call.options(causal, part.window)
+            results.append(self._functions.attend(query[a:b], key[c:d], value[c:d], options, part.lengths))
+        out = (
+            results[0]
+            if len(results) == 1
+            else torch.cat([query.new_zeros(0, query.shape[1], value.shape[2]), *results])
+        )
+        if not plan.calls:
             out = _Joined.apply(out, query, key, value)
-        return out.unflatten(0, (batch, length))
+        out = out if plan.queries is None else plan.queries.put(out)
+        return out if plan.to_heads is None else plan.to_heads.launch_back(out, self._group)
+
+    def _back(self, output: Tensor | Transfer) -> Tensor:
+        if isinstance(output, Transfer):
+            assert self._plan.to_heads is not None
+            return self._plan.to_heads.arrived_back(output)
+        return output
+
+
+def _parts_of(x: Tensor, units: int, chunks: int) -> list[Tensor]:
+    """From (batch, length, heads, head_dim) to parts of the heads of each unit, each (rows, heads, head_dim), for `AttentionPlan`."""
+    parts = x.flatten(0, 1).unflatten(1, (units, chunks, -1)).unbind(2)
+    return [part.flatten(0, 1) for part in parts]
 
 
 class _Joined(torch.autograd.Function):  # type: ignore[misc]
@@ -137,13 +218,12 @@ def _attend(over: ContextParallel) -> Callable[[Kernel, AttentionCall], Tensor]:
         ranks, functions = over.ranks(), kernel.load()
         assert ranks is not None
         share = _Share(over, ranks, is_first and not fixed_shapes(call.query))
-        prepare: Callable[[], SequenceLayout] = partial(share.layout, functions, call)
+        prepare = partial(share.layout, functions, call)
         if share.wait:
             batch, length = call.query.shape[:2]
-            for group in (ranks.keys, ranks.heads):
-                if group is not None:
-                    prepare = partial(on_every_rank, prepare, (batch, length), call.query.device, group)
-        layout = prepare()
+            layout = on_every_rank(prepare, (batch, length), call.query.device, ranks.group)
+        else:
+            layout = prepare()
         is_first = False
         return layout.attend(functions, call)
 
@@ -166,7 +246,7 @@ class _Share:
     @property
     def rank(self) -> int:
         """Of this process in the group of all."""
-        rank: int = dist.get_rank(self.ranks.all)
+        rank: int = dist.get_rank(self.ranks.group)
         return rank
 
     def layout(self, functions: Functions, call: AttentionCall) -> SequenceLayout:
@@ -191,9 +271,11 @@ class _Share:
             require_positions(context)
             lengths = context.arguments.lengths if lengths is None else lengths
             positions = context.arguments.positions
-        if self.ranks.heads is not None:
-            require_shares(heads, call.key.shape[2], dist.get_world_size(self.ranks.heads))
-        tokens = dist.get_world_size(self.ranks.all) * length
+        ranks, head_ranks = dist.get_world_size(self.ranks.group), self.ranks.head_ranks or 1
+        if ranks % head_ranks:
+            raise ValueError(f"head_ranks={head_ranks} doesn't divide the number of ranks, {ranks}")
+        require_shares(heads, call.key.shape[2], head_ranks)
+        tokens = ranks * length
         query, key, value = (
             x.new_empty(1).expand(batch, tokens, *x.shape[2:]) for x in (call.query, call.key, call.value)
         )
@@ -223,13 +305,12 @@ class _Share:
             )
         # A mask of a rank's slice says nothing of the others'.
         known = rows if self.over.split == "balanced" and call.lengths is None else sequences
-        held = self.over.split_of(known, tokens).held(self.rank, batch)
+        split = self.over.split_of(known, tokens)
         if positions is not None:
+            held = split.held(self.rank, batch)
             require_positions_of(held, positions, sequences, (batch, tokens), self.rank, self.wait)
         pattern = (layout.causal, layout.window)
-        slices, rank = self.over.slices_of(known, tokens), dist.get_rank(self.ranks.keys)
-        exchange = plan_exchange(slices, sequences, batch, rank, pattern, call.query.device)
-        return SpreadLayout(*pattern, tokens, exchange, self.ranks)
+        return SpreadLayout(*pattern, tokens, Spread(split, sequences, batch, pattern), self.ranks)
 
 
 def require_positions_of(

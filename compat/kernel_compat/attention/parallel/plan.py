@@ -1,0 +1,287 @@
+"""Which keys get to the ranks whose queries see them, and what each rank computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.options import Lengths
+from .exchange import Exchange, Selection
+from .split import Interval, TokenSplit, joined, overlaps, size, within
+
+__all__ = ["AttentionPlan", "Halo", "KernelCall", "Spread", "plan_halo"]
+
+#: Keys that several parts of a rank's queries see are copied for each, up to this many times all keys; further parts get views of them.
+_COPIES = 1.5
+
+
+class KernelCall(NamedTuple):
+    """What one kernel call computes: parts of sequences whose queries this rank has, each with the keys that they see.
+
+    Attributes:
+        queries, keys: from where to where they are among the plan's.
+        lengths: of the parts.
+        window: as the kernel takes it, which aligns the last query of a part with its last key.
+    """
+
+    queries: Interval
+    keys: Interval
+    lengths: Lengths
+    window: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPlan:
+    """What a rank sends and computes for layers with one number of heads.
+
+    A row is a token's part of the heads. `units` says into how many parts the heads of queries and those of keys are cut: the rows of a token
+    follow each other.
+
+    Attributes:
+        units: for queries, and for keys and values.
+        to_heads: the exchange of the rows of queries; None if each rank computes all heads of its own tokens.
+        to_queries: the exchange of the rows of keys and values.
+        queries, keys: those that the calls compute, among the rows that have come; None for all of them in order.
+        calls: of the kernel.
+    """
+
+    units: tuple[int, int]
+    to_heads: Exchange | None
+    to_queries: Exchange
+    queries: Selection | None
+    keys: Selection | None
+    calls: tuple[KernelCall, ...]
+
+
+class _Part(NamedTuple):
+    """Queries of one sequence that a rank has, the keys that they see, in the flattened batch, and the kernel's window."""
+
+    queries: Interval
+    keys: Interval
+    window: tuple[int, int]
+
+
+class Spread:
+    """A batch over ranks, for layers of one causality and window.
+
+    Args:
+        split: which rank holds which tokens.
+        sequences: in the flattened batch, sorted, each within a row. Tokens in none of them are padding.
+        batch: the number of rows.
+        pattern: the causality and the window.
+    """
+
+    def __init__(
+        self,
+        split: TokenSplit,
+        sequences: Sequence[Interval],
+        batch: int,
+        pattern: tuple[bool, tuple[int, int]],
+    ) -> None:
+        self._sequences, self._pattern = sequences, pattern
+        self._held = [split.held(rank, batch) for rank in range(len(split.runs))]
+        self._tokens = size(self._held[0])
+        self._shares: dict[int, tuple[list[list[_Part]], list[list[Interval]]]] = {}
+
+    def head_ranks(self, heads: int, kv_heads: int) -> int:
+        """How many neighbouring ranks share the heads of their tokens, such that as little as possible travels."""
+        ranks = len(self._held)
+        shares = [n for n in range(1, ranks + 1) if not (ranks % n or heads % n or (kv_heads % n and n % kv_heads))]
+        return min(shares, key=lambda n: (self.traffic(n, heads, kv_heads), n))
+
+    def traffic(self, head_ranks: int, heads: int, kv_heads: int) -> int:
+        """What all ranks send each other in a layer's forward: tokens times heads, of queries, keys, values and outputs.
+
+        In the backward pass their gradients travel, as much again.
+        """
+        needed = self._share(head_ranks)[1]
+        kept = sum(size(within(own, needed[rank // head_ranks])) for rank, own in enumerate(self._held))
+        keys = head_ranks * sum(map(size, needed)) - kept
+        queries = len(self._held) * self._tokens * (head_ranks - 1) * heads // head_ranks
+        return 2 * queries + 2 * keys * max(kv_heads // head_ranks, 1)
+
+    def plan(self, rank: int, head_ranks: int, kv_heads: int, device: torch.device) -> AttentionPlan:
+        """The plan of a rank.
+
+        Args:
+            head_ranks: how many neighbouring ranks share the heads of their tokens. Each computes an equal part of the heads.
+        """
+        parts, needed = self._share(head_ranks)
+        group, units, rows = rank // head_ranks, min(head_ranks, kv_heads), self._tokens
+        to_heads, arrived = None, self._held[rank]
+        if head_ranks > 1:
+            by_unit = torch.arange(rows * head_ranks).view(rows, head_ranks).t().flatten()
+            share = [rows * (other // head_ranks == group) for other in range(len(self._held))]
+            to_heads = Exchange(_selection(by_unit, rows * head_ranks, device), share, share)
+            arrived = [run for held in self._held[group * head_ranks : (group + 1) * head_ranks] for run in held]
+        calls, queries, keys = _calls(parts[group], device)
+        goes = [_Places(self._held[rank]).indices(within(self._held[rank], some)) for some in needed]
+        sent = [tokens * units + n * units // head_ranks for tokens in goes for n in range(head_ranks)]
+        comes = [within(held, needed[group]) for held in self._held]
+        came = [run for some in comes for run in some]
+        return AttentionPlan(
+            (head_ranks, units),
+            to_heads,
+            Exchange(_selection(torch.cat(sent), rows * units, device), [*map(len, sent)], [*map(size, comes)]),
+            _selection(_Places(arrived).indices(queries), size(arrived), device),
+            _selection(_Places(came).indices(keys), size(came), device),
+            calls,
+        )
+
+    def _share(self, head_ranks: int) -> tuple[list[list[_Part]], list[list[Interval]]]:
+        """Of each group of ranks that share heads: the parts of its queries, and the keys that it needs."""
+        if head_ranks not in self._shares:
+            together = [
+                joined(sorted(run for held in self._held[first : first + head_ranks] for run in held))
+                for first in range(0, len(self._held), head_ranks)
+            ]
+            parts = [[*_parts(tokens, self._sequences, *self._pattern)] for tokens in together]
+            self._shares[head_ranks] = parts, [joined(sorted(part.keys for part in some)) for some in parts]
+        return self._shares[head_ranks]
+
+
+class Halo(NamedTuple):
+    """The tokens before each run of a rank's, for a convolution.
+
+    Attributes:
+        exchange: of these tokens.
+        sources: (row,) int64, the tokens of a row in which each run comes behind the tokens before it: indices in the rank's tokens, the
+            received ones and a zero behind them.
+        targets: (tokens,) int64, where the rank's tokens are in that row.
+    """
+
+    exchange: Exchange
+    sources: Tensor
+    targets: Tensor
+
+
+def plan_halo(
+    split: TokenSplit, sequences: Sequence[Interval], batch: int, rank: int, before: int, device: torch.device
+) -> Halo:
+    """The halo of one rank, whose tokens are all in sequences.
+
+    Args:
+        before: how many tokens before its own a token sees; those before the first of a sequence are zero.
+    """
+    held = [split.held(other, batch) for other in range(len(split.runs))]
+    parts = [[*_parts(tokens, sequences, True, (before, 0))] for tokens in held]
+    wanted = [joined(sorted((p.keys[0], p.queries[0]) for p in some if p.keys[0] < p.queries[0])) for some in parts]
+    own, tokens = _Places(held[rank]), size(held[rank])
+    goes = [own.indices(within(held[rank], some)) for some in wanted]
+    comes = [within(some, wanted[rank]) for some in held]
+    exchange = Exchange(_selection(torch.cat(goes), tokens, device), [*map(len, goes)], [*map(size, comes)])
+    received, arrived = _Places(run for some in comes for run in some), sum(exchange.receives)
+    sources, targets, end = [], [], 0
+    for part in parts[rank]:
+        (first, stop), start = part.queries, part.keys[0]
+        sources += [
+            torch.full((before - (first - start),), tokens + arrived),
+            tokens + received.indices([(start, first)]),
+            own.indices([(first, stop)]),
+        ]
+        targets.append(torch.arange(end + before, end + before + stop - first))
+        end += before + stop - first
+    return Halo(exchange, torch.cat(sources).to(device), torch.cat(targets).to(device))
+
+
+def _parts(
+    held: Iterable[Interval], sequences: Sequence[Interval], causal: bool, window: tuple[int, int]
+) -> Iterator[_Part]:
+    """The parts of sequences among a rank's tokens."""
+    left, right = window
+    right = 0 if causal else right
+    for run in held:
+        for queries, (first, end) in overlaps(run, sequences):
+            start = first if left < 0 else max(first, queries[0] - left)
+            stop = end if right < 0 else min(end, queries[1] + right)
+            beyond = stop - queries[1]
+            limits = (-1 if left < 0 else left + beyond, -1 if right < 0 else right - beyond)
+            yield _Part(queries, (start, stop), limits)
+
+
+def _calls(
+    parts: Iterable[_Part], device: torch.device
+) -> tuple[tuple[KernelCall, ...], list[Interval], list[Interval]]:
+    """The kernel's calls for parts, and the tokens of their queries and keys in order."""
+    windows: dict[tuple[int, int], list[_Part]] = {}
+    for part in parts:
+        windows.setdefault(part.window, []).append(part)
+    calls: list[KernelCall] = []
+    queries: list[Interval] = []
+    keys: list[Interval] = []
+    asked = kept = 0
+    for window, some in windows.items():
+        copied, covers = _copied(some)
+        places, end = {}, kept
+        for part in copied:
+            places[part] = end
+            end += part.keys[1] - part.keys[0]
+        views = [(part, places[cover] + part.keys[0] - cover.keys[0]) for part, cover in covers.items()]
+        for together, first in ((copied, kept), *(([part], first) for part, first in views)):
+            q, k = [part.queries for part in together], [part.keys for part in together]
+            calls.append(KernelCall((asked, asked + size(q)), (first, first + size(k)), _lengths(q, k, device), window))
+            queries += q
+            asked += size(q)
+        keys += [part.keys for part in copied]
+        kept = end
+    return tuple(calls), queries, keys
+
+
+def _copied(parts: Sequence[_Part]) -> tuple[list[_Part], dict[_Part, _Part]]:
+    """The parts that get keys of their own, in order, and of each other one a part whose keys include its keys."""
+    covers: dict[_Part, _Part] = {}
+    widest = None
+    for part in sorted(parts, key=lambda part: (part.keys[0], -part.keys[1])):
+        if widest is not None and part.keys[1] <= widest.keys[1]:
+            covers[part] = widest
+        else:
+            widest = part
+    room = _COPIES * size(joined(sorted(part.keys for part in parts)))
+    room -= sum(part.keys[1] - part.keys[0] for part in parts if part not in covers)
+    for part in sorted(covers, key=lambda part: part.keys[1] - part.keys[0]):
+        if (room := room - (part.keys[1] - part.keys[0])) < 0:
+            break
+        del covers[part]
+    return [part for part in parts if part not in covers], covers
+
+
+def _lengths(queries: Sequence[Interval], keys: Sequence[Interval], device: torch.device) -> Lengths:
+    q_lengths, k_lengths = ([stop - start for start, stop in some] for some in (queries, keys))
+    q_offsets, k_offsets = (
+        torch.tensor([0, *accumulate(some)], dtype=torch.int32, device=device) for some in (q_lengths, k_lengths)
+    )
+    # torch 2.15 chooses its fastest backend by the identity of the two.
+    return Lengths(q_offsets, q_offsets if k_lengths == q_lengths else k_offsets, max(q_lengths), max(k_lengths))
+
+
+def _selection(index: Tensor, rows: int, device: torch.device) -> Selection | None:
+    """The selection of an index on the CPU; None for all rows in order."""
+    if len(index) == rows and bool((index == torch.arange(rows)).all()):
+        return None
+    return Selection.of(index, rows, device)
+
+
+class _Places:
+    """Where the tokens of disjoint intervals are, one interval after the other."""
+
+    def __init__(self, intervals: Iterable[Interval]) -> None:
+        self._starts: dict[Interval, int] = {}
+        end = 0
+        for start, stop in intervals:
+            self._starts[start, stop] = end
+            end += stop - start
+        self._sorted = sorted(self._starts)
+
+    def indices(self, intervals: Iterable[Interval]) -> Tensor:
+        """(tokens,) int64, the places of the tokens of intervals, each of which may lie in several ones here."""
+        parts = [torch.empty(0, dtype=torch.int64)]
+        for interval in intervals:
+            for (start, stop), bound in overlaps(interval, self._sorted):
+                first = self._starts[bound] + start - bound[0]
+                parts.append(torch.arange(first, first + stop - start))
+        return torch.cat(parts)
