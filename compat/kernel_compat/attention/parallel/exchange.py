@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 __all__ = ["Exchange", "Selection", "Transfer", "exchanged"]
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +54,18 @@ class Selection:
             return x.index_select(0, self.order)
         if not len(self.order):
             return x.new_zeros(len(self.offsets) - 1, *x.shape[1:])
-        bags = torch.nn.functional.embedding_bag(
-            self.order, x.flatten(1), self.offsets, mode="sum", include_last_offset=True
-        )
-        return bags.unflatten(1, x.shape[1:])
+        rows = x.flatten(1)
+        if _runs_triton(rows):
+            from .triton_sums import sums_of_rows
+
+            sums = sums_of_rows(rows, self.order, self.offsets)
+        else:
+            sums = embedding_bag(self.order, rows, self.offsets, mode="sum", include_last_offset=True)
+        return sums.unflatten(1, x.shape[1:])
+
+
+def _runs_triton(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and _HAS_TRITON
 
 
 class _Taken(torch.autograd.Function):  # type: ignore[misc]

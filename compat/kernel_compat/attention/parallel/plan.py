@@ -86,6 +86,8 @@ class Spread:
         self._sequences, self._pattern = sequences, pattern
         self._held = [split.held(rank, batch) for rank in range(len(split.runs))]
         self._tokens = size(self._held[0])
+        #: Pairs of a query and a key that it sees, on the average rank.
+        self.pairs = sum(_pairs(stop - start, pattern) for start, stop in sequences) // len(self._held)
         self._shares: dict[int, tuple[list[list[_Part]], list[list[Interval]]]] = {}
 
     def head_ranks(self, heads: int, kv_heads: int) -> int:
@@ -187,6 +189,15 @@ def plan_halo(
         targets.append(torch.arange(end + before, end + before + stop - first))
         end += before + stop - first
     return Halo(exchange, torch.cat(sources).to(device), torch.cat(targets).to(device))
+
+
+def _pairs(length: int, pattern: tuple[bool, tuple[int, int]]) -> int:
+    """About how many pairs of a query and a key that it sees a sequence has."""
+    causal, window = pattern
+    left, right = (length if side < 0 else min(side, length) for side in window)
+    return length * (
+        (left if left < length else length // 2) + (0 if causal else right if right < length else length // 2)
+    )
 
 
 def _parts(

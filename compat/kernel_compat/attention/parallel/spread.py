@@ -33,8 +33,9 @@ from .ulysses import slice_of
 
 __all__ = ["SpreadLayout", "over_ranks", "require_positions_of", "sequences_between"]
 
-#: Numbers of parts into which heads are cut, the best first.
-_CHUNKS = (4, 2, 3, 1)
+#: Pairs of a query and a key, times heads, from which on heads are computed in two parts: what the second needs travels meanwhile, and
+#: less memory is used at once. Less work makes two kernels slower than one, by more than what travels takes.
+_LEAST_WORK = 1 << 33
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +56,9 @@ class SpreadLayout(SequenceLayout):
         """See `SequenceLayout.attend`: of the rank's tokens; there is no bias."""
         assert call.bias is None
         plan = self._plan(call)
-        chunks = _chunks(call.key.shape[2] // plan.units[1])
-        return _Attention(functions, call, self, plan, chunks).output()
+        has_parts = call.key.shape[2] // plan.units[1] % 2 == 0
+        in_parts = has_parts and self.spread.pairs * call.query.shape[2] >= _LEAST_WORK
+        return _Attention(functions, call, self, plan, 2 if in_parts else 1).output()
 
     def _plan(self, call: AttentionCall) -> AttentionPlan:
         heads = call.query.shape[2], call.key.shape[2]
@@ -66,55 +68,43 @@ class SpreadLayout(SequenceLayout):
         return self.plans[heads]
 
 
-def _chunks(heads: int) -> int:
-    """Into how many parts the heads of keys are cut, of which the next ones travel while one is computed."""
-    return next(chunks for chunks in _CHUNKS if heads % chunks == 0)
-
-
 class _Attention:
     """The attention of one layer, one part of the heads after the other.
 
     Args:
-        chunks: the number of parts.
+        parts: into how many the heads that a rank computes are cut.
     """
 
     def __init__(
-        self, functions: Functions, call: AttentionCall, layout: SpreadLayout, plan: AttentionPlan, chunks: int
+        self, functions: Functions, call: AttentionCall, layout: SpreadLayout, plan: AttentionPlan, parts: int
     ) -> None:
         self._functions, self._call, self._layout, self._plan = functions, call, layout, plan
         self._group = layout.ranks.group
         q_units, kv_units = plan.units
         self._inputs = (
-            _parts_of(call.query, q_units, chunks),
-            _parts_of(call.key, kv_units, chunks),
-            _parts_of(call.value, kv_units, chunks),
+            _parts_of(call.query, q_units, parts),
+            _parts_of(call.key, kv_units, parts),
+            _parts_of(call.value, kv_units, parts),
         )
-        self._sinks: Sequence[Tensor | None] = [None] * chunks
+        self._sinks: Sequence[Tensor | None] = [None] * parts
         if call.sinks is not None:
-            own = call.sinks.unflatten(0, (q_units, chunks, -1))[dist.get_rank(self._group) % q_units]
+            own = call.sinks.unflatten(0, (q_units, parts, -1))[dist.get_rank(self._group) % q_units]
             self._sinks = own.unbind(0)
 
     def output(self) -> Tensor:
         """(batch, length, heads, value's head dimension), of the rank's tokens."""
-        chunks = len(self._sinks)
-        # The order of these steps is also that of the backward pass, in reverse: gradients travel while others are computed.
-        under_way = [self._launch(chunk) for chunk in range(min(chunks, 2))]
-        outputs: list[Tensor | Transfer] = []
-        for chunk in range(chunks):
-            tensors = self._arrived(under_way[chunk])
-            if chunk + 2 < chunks:
-                under_way.append(self._launch(chunk + 2))
-            outputs.append(self._attend(*tensors, self._sinks[chunk]))
-            if chunk:
-                outputs[chunk - 1] = self._back(outputs[chunk - 1])
-        rows = [*outputs[:-1], self._back(outputs[-1])]
+        # In the backward pass these steps are taken in reverse: gradients of one part travel while those of another are computed.
+        under_way = [self._launch(*part) for part in zip(*self._inputs, strict=True)]
+        outputs = [
+            self._attend(*self._arrived(part), sinks) for part, sinks in zip(under_way, self._sinks, strict=True)
+        ]
         batch, length = self._call.query.shape[:2]
-        parts = [x.unflatten(0, (batch, length, -1)) for x in rows]  # (batch, length, units, heads, head dimension)
-        out = parts[0] if chunks == 1 else torch.stack(parts, 3).flatten(3, 4)
+        # Each (batch, length, units, heads, head dimension).
+        parts = [self._back(x).unflatten(0, (batch, length, -1)) for x in outputs]
+        out = parts[0] if len(parts) == 1 else torch.stack(parts, 3).flatten(3, 4)
         return out.flatten(2, 3)
 
-    def _launch(self, chunk: int) -> tuple[Tensor | Transfer, ...]:
-        query, key, value = (parts[chunk] for parts in self._inputs)
+    def _launch(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor | Transfer, ...]:
         to_heads, to_queries = self._plan.to_heads, self._plan.to_queries
         sent = query if to_heads is None else to_heads.launch(query, self._group)
         return sent, to_queries.launch(key, self._group), to_queries.launch(value, self._group)
@@ -131,14 +121,10 @@ class _Attention:
         plan, causal = self._plan, self._layout.causal
         call, results = self._call._replace(sinks=sinks), []
         for part in plan.calls:
-            (a, b), (c, d) = part.queries, part.keys
-            options = call.options(causal, part.window)
-            results.append(self._functions.attend(query[a:b], key[c:d], value[c:d], options, part.lengths))
-        out = (
-            results[0]
-            if len(results) == 1
-            else torch.cat([query.new_zeros(0, query.shape[1], value.shape[2]), *results])
-        )
+            q, k, v = _between(query, part.queries), _between(key, part.keys), _between(value, part.keys)
+            results.append(self._functions.attend(q, k, v, call.options(causal, part.window), part.lengths))
+        empty = query.new_zeros(0, query.shape[1], value.shape[2])
+        out = results[0] if len(results) == 1 else torch.cat([empty, *results])
         if not plan.calls:
             out = _Joined.apply(out, query, key, value)
         out = out if plan.queries is None else plan.queries.put(out)
@@ -151,10 +137,15 @@ class _Attention:
         return output
 
 
-def _parts_of(x: Tensor, units: int, chunks: int) -> list[Tensor]:
+def _between(x: Tensor, rows: Interval) -> Tensor:
+    return x if rows == (0, len(x)) else x[slice(*rows)]  # a slice of everything has a gradient that is a copy
+
+
+def _parts_of(x: Tensor, units: int, parts: int) -> list[Tensor]:
     """From (batch, length, heads, head_dim) to parts of the heads of each unit, each (rows, heads, head_dim), for `AttentionPlan`."""
-    parts = x.flatten(0, 1).unflatten(1, (units, chunks, -1)).unbind(2)
-    return [part.flatten(0, 1) for part in parts]
+    rows = x.flatten(0, 1).unflatten(1, (units, parts, -1))
+    # The gradient of unbind is a copy.
+    return [part.flatten(0, 1) for part in (rows.unbind(2) if parts > 1 else (rows.squeeze(2),))]
 
 
 class _Joined(torch.autograd.Function):  # type: ignore[misc]
