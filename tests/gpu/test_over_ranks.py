@@ -31,6 +31,12 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+#: Trained: one of attention alone, and a hybrid.
+STEPS = 200
+MODELS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_ssm": 256, "mamba_d_state": 16, "mamba_n_groups": 1},
+}
 KERNELS = ("flash_attention_2", "flash_attention_4", "flash_attention_torch", "flash_attention_flex")
 CASES = ("causal", "packed", "window")
 
@@ -47,9 +53,9 @@ def usable() -> list[str]:
     return names
 
 
-def batch_of(case: str) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    ids = torch.randint(3, 128, (1, LENGTH), device="cuda")
+def batch_of(case: str, seed: int = 1) -> dict[str, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    ids = torch.randint(3, 128, (1, LENGTH), device="cuda", generator=generator)
     positions = torch.arange(LENGTH, device="cuda")[None]
     if case == "packed":
         starts = torch.tensor(EDGES[:-1], device="cuda")
@@ -76,9 +82,66 @@ def computed(case: str, name: str, dtype: torch.dtype, over: ContextParallel | N
     return results
 
 
-def run(rank: int, store: str, file: str) -> None:
+def trained(model_type: str, name: str, over: ContextParallel | None) -> list[float]:
+    """The losses of a training run over packed batches, in bfloat16 under autocast."""
+    torch.manual_seed(0)
+    more = MODELS[model_type]
+    config = transformers.AutoConfig.for_model(model_type, **SIZES | more)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name).to("cuda", torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(STEPS):
+        batch = batch_of("packed", step % 20)
+        tokens = int((batch["labels"][:, 1:] != -100).sum())
+        inputs = batch if over is None else over.shard(batch)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**inputs, use_cache=False, num_items_in_batch=tokens).loss
+        loss.backward()
+        total = loss.detach().clone()
+        if over is not None:
+            for tensor in [total, *(p.grad for p in model.parameters() if p.grad is not None)]:
+                dist.all_reduce(tensor)
+        losses.append(float(total))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def start(rank: int, store: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+
+
+def train(rank: int, store: str, file: str) -> None:
+    start(rank, store)
+    over = ContextParallel()
+    kernel = usable()[0]
+    kernel_compat.register_attention("my_flash_alone", kernel)
+    kernel_compat.register_attention("my_flash_over_ranks", kernel, context_parallel=over)
+    kernel_compat.install(unproven="allow")
+    found = {
+        model_type: (trained(model_type, "my_flash_alone", None), trained(model_type, "my_flash_over_ranks", over))
+        for model_type in MODELS
+    }
+    if rank == 0:
+        torch.save(found, file)
+    dist.destroy_process_group()
+
+
+def test_losses_of_training_runs(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(train, (str(tmp_path / "store"), str(tmp_path / "found.pt")), RANKS)
+    found = torch.load(tmp_path / "found.pt")
+    assert found.keys() == MODELS.keys()
+    for model_type, (alone, over) in found.items():
+        assert len(alone) == len(over) == STEPS
+        assert alone[-1] < alone[0] - 0.5, model_type
+        difference = max(abs(x - y) for x, y in zip(alone, over, strict=True))
+        print(f"{model_type}: losses {alone[0]:.3f} to {alone[-1]:.3f}, at most {difference:.1e} apart")
+        assert difference <= 1e-3, model_type
+
+
+def run(rank: int, store: str, file: str) -> None:
+    start(rank, store)
     names = usable()
     overs = {head_ranks: ContextParallel(head_ranks=head_ranks) for head_ranks in (1, RANKS)}
     for name in [*names, "flash_attention_reference"]:

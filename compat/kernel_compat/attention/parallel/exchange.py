@@ -32,13 +32,12 @@ class Selection:
     offsets: Tensor | None
 
     @classmethod
-    def of(cls, index: Tensor, rows: int, device: torch.device) -> Selection:
-        """The selection of an index on the CPU."""
-        order, counts = index.argsort(stable=True), index.bincount(minlength=rows)
-        offsets = None
-        if not bool((counts == 1).all()):
-            offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(device)
-        return cls(index.to(device), order.to(device), offsets)
+    def of(cls, index: Tensor, rows: int, once: bool) -> Selection:
+        """The selection of an index; `once` if it has each row exactly once."""
+        order = index.argsort(stable=True)
+        if once:
+            return cls(index, order, None)
+        return cls(index, order, torch.searchsorted(index[order], torch.arange(rows + 1, device=index.device)))
 
     def take(self, x: Tensor) -> Tensor:
         """From rows (rows, ...) to (taken, ...)."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from ...kernels.options import Lengths
 from .exchange import Exchange, Selection
+from .runs import Run, indices_of
 from .split import Interval, TokenSplit, joined, overlaps, size, within
 
-__all__ = ["AttentionPlan", "Halo", "KernelCall", "Spread", "plan_halo"]
+__all__ = ["AttentionPlan", "Halo", "KernelCall", "Spread", "plan_halo", "spread_of"]
 
 #: Keys that several parts of a rank's queries see are copied for each, up to this many times all keys; further parts get views of them.
 _COPIES = 1.5
@@ -88,13 +90,18 @@ class Spread:
         self._tokens = size(self._held[0])
         #: Pairs of a query and a key that it sees, on the average rank.
         self.pairs = sum(_pairs(stop - start, pattern) for start, stop in sequences) // len(self._held)
+        self._plans: dict[tuple[int, int, int, torch.device], AttentionPlan] = {}
+        self._head_ranks: dict[tuple[int, int], int] = {}
         self._shares: dict[int, tuple[list[list[_Part]], list[list[Interval]]]] = {}
 
     def head_ranks(self, heads: int, kv_heads: int) -> int:
         """How many neighbouring ranks share the heads of their tokens, such that as little as possible travels."""
-        ranks = len(self._held)
-        shares = [n for n in range(1, ranks + 1) if not (ranks % n or heads % n or (kv_heads % n and n % kv_heads))]
-        return min(shares, key=lambda n: (self.traffic(n, heads, kv_heads), n))
+        if (heads, kv_heads) not in self._head_ranks:
+            ranks = len(self._held)
+            shares = [n for n in range(1, ranks + 1) if not (ranks % n or heads % n or (kv_heads % n and n % kv_heads))]
+            best = min(shares, key=lambda n: (self.traffic(n, heads, kv_heads), n))
+            self._head_ranks[heads, kv_heads] = best
+        return self._head_ranks[heads, kv_heads]
 
     def traffic(self, head_ranks: int, heads: int, kv_heads: int) -> int:
         """What all ranks send each other in a layer's forward: tokens times heads, of queries, keys, values and outputs.
@@ -113,25 +120,35 @@ class Spread:
         Args:
             head_ranks: how many neighbouring ranks share the heads of their tokens. Each computes an equal part of the heads.
         """
+        key = rank, head_ranks, kv_heads, device
+        if key not in self._plans:
+            self._plans[key] = self._plan(*key)
+        return self._plans[key]
+
+    def _plan(self, rank: int, head_ranks: int, kv_heads: int, device: torch.device) -> AttentionPlan:
         parts, needed = self._share(head_ranks)
-        group, units, rows = rank // head_ranks, min(head_ranks, kv_heads), self._tokens
-        to_heads, arrived = None, self._held[rank]
+        group, units, rows, own = rank // head_ranks, min(head_ranks, kv_heads), self._tokens, self._held[rank]
+        to_heads, arrived = None, own
         if head_ranks > 1:
-            by_unit = torch.arange(rows * head_ranks).view(rows, head_ranks).t().flatten()
+            of_units = _selection([[(unit, rows)] for unit in range(head_ranks)], rows, head_ranks, device)
             share = [rows * (other // head_ranks == group) for other in range(len(self._held))]
-            to_heads = Exchange(_selection(by_unit, rows * head_ranks, device), share, share)
+            to_heads = Exchange(of_units, share, share)
             arrived = [run for held in self._held[group * head_ranks : (group + 1) * head_ranks] for run in held]
         calls, queries, keys = _calls(parts[group], device)
-        goes = [_Places(self._held[rank]).indices(within(self._held[rank], some)) for some in needed]
-        sent = [tokens * units + n * units // head_ranks for tokens in goes for n in range(head_ranks)]
+        goes = [_Places(own).runs(within(own, some)) for some in needed]
+        sent = [
+            [(first * units + unit * units // head_ranks, count) for first, count in runs]
+            for runs in goes
+            for unit in range(head_ranks)
+        ]
         comes = [within(held, needed[group]) for held in self._held]
         came = [run for some in comes for run in some]
         return AttentionPlan(
             (head_ranks, units),
             to_heads,
-            Exchange(_selection(torch.cat(sent), rows * units, device), [*map(len, sent)], [*map(size, comes)]),
-            _selection(_Places(arrived).indices(queries), size(arrived), device),
-            _selection(_Places(came).indices(keys), size(came), device),
+            Exchange(_selection(sent, rows, units, device), [*map(_count, sent)], [*map(size, comes)]),
+            _selection([_Places(arrived).runs(queries)], size(arrived), 1, device),
+            _selection([_Places(came).runs(keys)], size(came), 1, device),
             calls,
         )
 
@@ -145,6 +162,14 @@ class Spread:
             parts = [[*_parts(tokens, self._sequences, *self._pattern)] for tokens in together]
             self._shares[head_ranks] = parts, [joined(sorted(part.keys for part in some)) for some in parts]
         return self._shares[head_ranks]
+
+
+@lru_cache(16)  # types of layers with other windows, and the next steps, often have the same sequences
+def spread_of(
+    split: TokenSplit, sequences: tuple[Interval, ...], batch: int, pattern: tuple[bool, tuple[int, int]]
+) -> Spread:
+    """A `Spread`, kept with its plans for the next forward."""
+    return Spread(split, sequences, batch, pattern)
 
 
 class Halo(NamedTuple):
@@ -174,21 +199,21 @@ def plan_halo(
     parts = [[*_parts(tokens, sequences, True, (before, 0))] for tokens in held]
     wanted = [joined(sorted((p.keys[0], p.queries[0]) for p in some if p.keys[0] < p.queries[0])) for some in parts]
     own, tokens = _Places(held[rank]), size(held[rank])
-    goes = [own.indices(within(held[rank], some)) for some in wanted]
+    goes = [own.runs(within(held[rank], some)) for some in wanted]
     comes = [within(some, wanted[rank]) for some in held]
-    exchange = Exchange(_selection(torch.cat(goes), tokens, device), [*map(len, goes)], [*map(size, comes)])
-    received, arrived = _Places(run for some in comes for run in some), sum(exchange.receives)
-    sources, targets, end = [], [], 0
+    exchange = Exchange(_selection(goes, tokens, 1, device), [*map(_count, goes)], [*map(size, comes)])
+    received, zero = _Places(run for some in comes for run in some), tokens + sum(exchange.receives)
+    sources: list[Run] = []
+    targets: list[Run] = []
+    end = 0
     for part in parts[rank]:
         (first, stop), start = part.queries, part.keys[0]
-        sources += [
-            torch.full((before - (first - start),), tokens + arrived),
-            tokens + received.indices([(start, first)]),
-            own.indices([(first, stop)]),
-        ]
-        targets.append(torch.arange(end + before, end + before + stop - first))
+        sources += [(zero, 1)] * (before - (first - start))
+        sources += [(tokens + place, count) for place, count in received.runs([(start, first)])]
+        sources += own.runs([(first, stop)])
+        targets.append((end + before, stop - first))
         end += before + stop - first
-    return Halo(exchange, torch.cat(sources).to(device), torch.cat(targets).to(device))
+    return Halo(exchange, indices_of(sources, device), indices_of(targets, device))
 
 
 def _pairs(length: int, pattern: tuple[bool, tuple[int, int]]) -> int:
@@ -270,11 +295,20 @@ def _lengths(queries: Sequence[Interval], keys: Sequence[Interval], device: torc
     return Lengths(q_offsets, q_offsets if k_lengths == q_lengths else k_offsets, max(q_lengths), max(k_lengths))
 
 
-def _selection(index: Tensor, rows: int, device: torch.device) -> Selection | None:
-    """The selection of an index on the CPU; None for all rows in order."""
-    if len(index) == rows and bool((index == torch.arange(rows)).all()):
+def _selection(parts: Sequence[Sequence[Run]], tokens: int, units: int, device: torch.device) -> Selection | None:
+    """The selection of runs of rows, of which a token has as many as there are units; None for all rows in order."""
+    runs = [run for part in parts for run in part if run[1]]
+    covered = [
+        joined(sorted((a // units, a // units + n) for a, n in runs if a % units == unit)) for unit in range(units)
+    ]
+    once = _count(runs) == tokens * units and all(some == [(0, tokens)] for some in covered)
+    if once and units == 1 and all(a[0] + a[1] == b[0] for a, b in pairwise(runs)):
         return None
-    return Selection.of(index, rows, device)
+    return Selection.of(indices_of(runs, device, units), tokens * units, once)
+
+
+def _count(runs: Iterable[Run]) -> int:
+    return sum(count for _, count in runs)
 
 
 class _Places:
@@ -288,11 +322,10 @@ class _Places:
             end += stop - start
         self._sorted = sorted(self._starts)
 
-    def indices(self, intervals: Iterable[Interval]) -> Tensor:
-        """(tokens,) int64, the places of the tokens of intervals, each of which may lie in several ones here."""
-        parts = [torch.empty(0, dtype=torch.int64)]
-        for interval in intervals:
-            for (start, stop), bound in overlaps(interval, self._sorted):
-                first = self._starts[bound] + start - bound[0]
-                parts.append(torch.arange(first, first + stop - start))
-        return torch.cat(parts)
+    def runs(self, intervals: Iterable[Interval]) -> list[Run]:
+        """The places of the tokens of intervals, each of which may lie in several ones here."""
+        return [
+            (self._starts[bound] + start - bound[0], stop - start)
+            for interval in intervals
+            for (start, stop), bound in overlaps(interval, self._sorted)
+        ]

@@ -85,6 +85,7 @@ class ContextParallel:
         import torch
 
         from ..roles import EMBEDDINGS, LABELS, LENGTHS, MASK, POSITIONS, TARGETS, TOKENS
+        from .runs import indices_of
         from .split import rows_of
 
         group = self.source()
@@ -118,7 +119,7 @@ class ContextParallel:
             rows = {row * padded for row in range(size + 1)}
             offsets = sorted({*rows, *(edge for sequence in moved for edge in sequence)})
         split = self.split_of([*pairwise(offsets)] if offsets else sequences, padded)
-        columns = torch.tensor(split.columns(rank), device=tokens.device)
+        columns = indices_of([(a, b - a) for a, b in split.runs[rank]], tokens.device)
         ignored, known = {*LABELS.spellings, *TARGETS.spellings}, {s for role in LENGTHS for s in role.spellings}
         for name, value in whole.items():
             if not isinstance(value, torch.Tensor) or name in known:
@@ -154,11 +155,10 @@ class ContextParallel:
 
     def in_order(self, x: Tensor, sequences: Sequence[Interval]) -> Tensor:
         """From the ranks' slices, one after the other along dimension 1, to the columns of the whole batch."""
-        import torch
+        from .runs import indices_of
 
         split = self.split_of(sequences, x.shape[1])
-        columns = [column for rank in range(len(split.runs)) for column in split.columns(rank)]
-        return x[:, torch.tensor(columns, device=x.device).argsort()]
+        return x[:, indices_of([(a, b - a) for runs in split.runs for a, b in runs], x.device).argsort()]
 
     def split_of(self, sequences: Sequence[Interval], length: int) -> TokenSplit:
         """Which tokens each of the ranks holds of sequences, given as intervals in the flattened batch, in rows of a length."""

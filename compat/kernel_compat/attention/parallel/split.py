@@ -50,10 +50,6 @@ class TokenSplit:
         _require_multiple(length, ranks)
         return _balanced(tuple(sequences), length, ranks, causal)
 
-    def columns(self, rank: int) -> list[int]:
-        """The columns of a rank."""
-        return [column for start, stop in self.runs[rank] for column in range(start, stop)]
-
     def held(self, rank: int, batch: int) -> list[Interval]:
         """The tokens of a rank in the flattened batch, in the order in which its slices have them."""
         return [(row * self.length + a, row * self.length + b) for row in range(batch) for a, b in self.runs[rank]]

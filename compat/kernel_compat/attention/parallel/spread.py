@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -26,9 +26,10 @@ from ..tensors import require
 from .checks import counts_from_padding, on_every_rank, require_positions, require_shares
 from .exchange import Transfer
 from .groups import Ranks
-from .plan import AttentionPlan, Spread
+from .plan import AttentionPlan, Spread, spread_of
+from .runs import Run, indices_of
 from .sharding import ContextParallel
-from .split import Interval, rows_of
+from .split import Interval, overlaps, rows_of
 from .ulysses import slice_of
 
 __all__ = ["SpreadLayout", "over_ranks", "require_positions_of", "sequences_between"]
@@ -45,12 +46,10 @@ class SpreadLayout(SequenceLayout):
     Attributes:
         spread: the batch over ranks.
         ranks: which they are.
-        plans: of this rank, by the numbers of heads of a layer.
     """
 
     spread: Spread
     ranks: Ranks
-    plans: dict[tuple[int, int], AttentionPlan] = field(default_factory=dict)
 
     def attend(self, functions: Functions, call: AttentionCall) -> Tensor:
         """See `SequenceLayout.attend`: of the rank's tokens; there is no bias."""
@@ -62,10 +61,8 @@ class SpreadLayout(SequenceLayout):
 
     def _plan(self, call: AttentionCall) -> AttentionPlan:
         heads = call.query.shape[2], call.key.shape[2]
-        if heads not in self.plans:
-            shared = self.ranks.head_ranks or self.spread.head_ranks(*heads)
-            self.plans[heads] = self.spread.plan(dist.get_rank(self.ranks.group), shared, heads[1], call.query.device)
-        return self.plans[heads]
+        shared = self.ranks.head_ranks or self.spread.head_ranks(*heads)
+        return self.spread.plan(dist.get_rank(self.ranks.group), shared, heads[1], call.query.device)
 
 
 class _Attention:
@@ -301,7 +298,7 @@ class _Share:
             held = split.held(self.rank, batch)
             require_positions_of(held, positions, sequences, (batch, tokens), self.rank, self.wait)
         pattern = (layout.causal, layout.window)
-        return SpreadLayout(*pattern, tokens, Spread(split, sequences, batch, pattern), self.ranks)
+        return SpreadLayout(*pattern, tokens, spread_of(split, tuple(sequences), batch, pattern), self.ranks)
 
 
 def require_positions_of(
@@ -323,14 +320,20 @@ def require_positions_of(
         positions = positions[0]  # Qwen2-VL: those in the text
     if positions.ndim != 2 or positions.shape[0] not in (1, batch):
         return
-    first = torch.zeros(batch * tokens, dtype=torch.int64)
-    inside = torch.zeros(batch * tokens, dtype=torch.bool)
-    for start, stop in sequences:
-        first[start:stop], inside[start:stop] = start, True
-    at = torch.cat([torch.arange(start, stop) for start, stop in held])
-    columns, counts = (x.view(batch, -1).to(positions.device) for x in (at % tokens, at - first[at]))
-    known = inside[at].view(batch, -1).to(positions.device)
-    holds = ((positions == counts) | ~known).all() | ((positions == columns) | ~known).all()
+    places: list[Run] = []
+    columns: list[Run] = []
+    counts: list[Run] = []
+    place = 0
+    for run in held:
+        for (start, stop), (first, _) in overlaps(run, sequences):
+            places.append((place + start - run[0], stop - start))
+            columns.append((start % tokens, stop - start))
+            counts.append((start - first, stop - start))
+        place += run[1] - run[0]
+    inside = positions.expand(batch, -1).flatten()[indices_of(places, positions.device)]
+    holds = (inside == indices_of(counts, positions.device)).all() | (
+        inside == indices_of(columns, positions.device)
+    ).all()
     require(
         holds,
         f"position_ids on rank {rank} are not those of its tokens. Pass the whole batch through ContextParallel.shard, or "
