@@ -154,10 +154,13 @@ def run(rank: int, store: str, file: str) -> None:
         exact = computed(case, "flash_attention_reference_alone", torch.float32)
         for name in names:
             ways: list[tuple[str, ContextParallel | None, int]] = [("alone", None, 1)]
-            ways += [(f"over_{n}", over, least) for (n, over), least in product(overs.items(), (spread._LEAST_WORK, 0))]
-            for way, over, least in ways:
+            ways += [
+                (f"over_{n}", spread_over, least)
+                for (n, spread_over), least in product(overs.items(), (spread._LEAST_WORK, 0))
+            ]
+            for way, used, least in ways:
                 spread._LEAST_WORK = least
-                results = computed(case, f"{name}_{way}", torch.bfloat16, over)
+                results = computed(case, f"{name}_{way}", torch.bfloat16, used)
                 errors = [float((x - y).norm() / y.norm()) for x, y in zip(results, exact, strict=True)]
                 found[case, name, f"{way}{'' if least else ' in parts'}"] = errors
     if rank == 0:

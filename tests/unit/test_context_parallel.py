@@ -95,20 +95,22 @@ def test_every_query_gets_its_keys(
     spread = Spread(split, sequences, rows, (causal, window))
     plans = [spread.plan(rank, head_ranks, KEY_HEADS, CPU) for rank in range(ranks)]
     held = [torch.tensor([t for a, b in split.held(rank, rows) for t in range(a, b)]) for rank in range(ranks)]
-    own = [
-        [_rows(x[tokens], units) for tokens in held]
-        for x, units in zip((q, k, v), (0, 1, 1), strict=True)
-        for units in [plans[0].units[units]]
-    ]
+    q_units, kv_units = plans[0].units
+    queries, keys, values = (
+        [_rows(x[tokens], units) for tokens in held] for x, units in ((q, q_units), (k, kv_units), (v, kv_units))
+    )
+    to_heads = [plan.to_heads for plan in plans if plan.to_heads is not None]
+    to_queries = [plan.to_queries for plan in plans]
     computed = []
     for rank, plan in enumerate(plans):
-        query = own[0][rank] if plan.to_heads is None else _received(own[0], [p.to_heads for p in plans], rank)
-        key, value = (_received(x, [p.to_queries for p in plans], rank) for x in own[1:])
+        query = _received(queries, to_heads, rank) if to_heads else queries[rank]
+        key, value = (_received(x, to_queries, rank) for x in (keys, values))
         computed.append(_computed(plan, query, key, value, causal))
     for rank, tokens in enumerate(held):
         outputs = computed[rank]
-        if (to_heads := plans[rank].to_heads) is not None:
-            outputs = to_heads.sent.added(_returned(computed, [p.to_heads for p in plans], rank))
+        if to_heads:
+            back, sent = _returned(computed, to_heads, rank), to_heads[rank].sent
+            outputs = back if sent is None else sent.added(back)
         torch.testing.assert_close(outputs.view(len(tokens), HEADS, DIM), expected[tokens])
 
 

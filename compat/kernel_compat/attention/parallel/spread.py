@@ -92,9 +92,7 @@ class _Attention:
         """(batch, length, heads, value's head dimension), of the rank's tokens."""
         # In the backward pass these steps are taken in reverse: gradients of one part travel while those of another are computed.
         under_way = [self._launch(*part) for part in zip(*self._inputs, strict=True)]
-        outputs = [
-            self._attend(*self._arrived(part), sinks) for part, sinks in zip(under_way, self._sinks, strict=True)
-        ]
+        outputs = [self._attend(part, sinks) for part, sinks in zip(under_way, self._sinks, strict=True)]
         batch, length = self._call.query.shape[:2]
         # Each (batch, length, units, heads, head dimension).
         parts = [self._back(x).unflatten(0, (batch, length, -1)) for x in outputs]
@@ -106,16 +104,16 @@ class _Attention:
         sent = query if to_heads is None else to_heads.launch(query, self._group)
         return sent, to_queries.launch(key, self._group), to_queries.launch(value, self._group)
 
-    def _arrived(self, under_way: tuple[Tensor | Transfer, ...]) -> tuple[Tensor, ...]:
+    def _arrived(self, under_way: tuple[Tensor | Transfer, ...]) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = (x.arrived() if isinstance(x, Transfer) else x for x in under_way)
         queries, keys = self._plan.queries, self._plan.keys
-        return query if queries is None else queries.take(query), *(
-            x if keys is None else keys.take(x) for x in (key, value)
-        )
+        if keys is not None:
+            key, value = keys.take(key), keys.take(value)
+        return query if queries is None else queries.take(query), key, value
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor | Transfer:
+    def _attend(self, under_way: tuple[Tensor | Transfer, ...], sinks: Tensor | None) -> Tensor | Transfer:
         """The output of a part, on its way to the ranks whose tokens it is of."""
-        plan, causal = self._plan, self._layout.causal
+        (query, key, value), plan, causal = self._arrived(under_way), self._plan, self._layout.causal
         call, results = self._call._replace(sinks=sinks), []
         for part in plan.calls:
             q, k, v = _between(query, part.queries), _between(key, part.keys), _between(value, part.keys)
