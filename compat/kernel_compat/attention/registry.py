@@ -85,9 +85,11 @@ class AttentionRegistry:
         for argument, value in (("forward", entry.forward), ("mask", entry.mask)):
             if value is not None and not callable(value):
                 raise TypeError(f"{argument} must be callable or None, not {value!r}")
-        if entry.padding_free and (entry.forward is not None or entry.spreads):
+        if entry.padding_free and entry.is_context_parallel:
+            entry.spread_over.padding_free = True
+        elif entry.padding_free and (entry.forward is not None or entry.spreads):
             raise ValueError(
-                "padding_free computes packed sequences, which nothing says of a forward of your own or under sequence parallelism"
+                "padding_free computes packed sequences, which nothing says of a forward of your own or under sequence_parallel"
             )
         if entry.spread_over is not None:
             group_source(entry.group)

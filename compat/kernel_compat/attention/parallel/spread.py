@@ -29,6 +29,7 @@ from .exchange import Exchange, exchanged, plan_exchange
 from .groups import Ranks
 from .sharding import ContextParallel
 from .split import Interval, rows_of
+from .text_model import is_unsplit
 from .ulysses import slice_of
 
 __all__ = ["SpreadLayout", "over_ranks", "require_positions_of", "sequences_between"]
@@ -113,6 +114,8 @@ def over_ranks(kernel: Kernel, name: str, alone: Callable[..., Any], over: Conte
         if group is None:
             return alone(module, query, key, value, attention_mask, **kwargs)
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        if is_unsplit():
+            return alone(module, query, key, value, attention_mask, **kwargs)
         if ranks > 1 and not (skip_sequence_parallel or skip_ulysses):
             if counts_from_padding(type(module)):  # `ContextParallel.shard` doesn't know
                 raise _unsupported(

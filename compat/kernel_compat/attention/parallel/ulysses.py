@@ -138,11 +138,12 @@ def gathering_mask_function(
     from ...kernels.memo import fixed_shapes
     from ..mask_function import mask_pattern, plain_mask_function, query_length
     from .all_to_all import gather_mask
+    from .text_model import is_unsplit
 
     source = group_source(group)
 
     def mask_function(**arguments: Any) -> Tensor | None:
-        if (group := source()) is None:
+        if (group := source()) is None or is_unsplit():
             return (alone or plain_mask_function)(**arguments)
         mask: Tensor | None = MASK.of(arguments)
         ranks, length = dist.get_world_size(group), query_length(arguments)
