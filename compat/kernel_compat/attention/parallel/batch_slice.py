@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedFeatureError
 from ..boundaries import find_packing, restarts_of
 from ..call import PackedLengths
 from ..layer_kinds import is_encoder
@@ -87,11 +88,22 @@ class BatchSlice:
     inputs: frozenset[str]
 
     def of(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a model's call for the slice, of those for the whole batch, which hold what the batch holds or is embedded to."""
+        """The arguments of a model's call for the slice, of those for the whole batch, which hold what the batch holds or is embedded to.
+
+        Raises:
+            UnsupportedFeatureError: a mask besides padding, causality and a window.
+        """
         own = {name: value for name, value in arguments.items() if name not in _REPLACED}
         masks, positions, labels = MASK.of(arguments), POSITIONS.of(arguments), LABELS.of(arguments)
         parts = masks.values() if isinstance(masks, dict) else [masks]
-        if masks is not None and all(part is None or part.shape == self.sizes for part in parts):
+        for part in parts:
+            if part is not None and getattr(part, "shape", None) != self.sizes:
+                raise UnsupportedFeatureError(
+                    f"a mask of shape {tuple(getattr(part, 'shape', ()))}",
+                    "context parallelism",
+                    "Masks of padding and packed sequences can be split, not images whose tokens see each other both ways.",
+                )
+        if masks is not None:
             own.pop(MASK.named(arguments))
         if positions is None:
             own[POSITIONS.named()] = self.positions
