@@ -325,6 +325,13 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
         of_all(**given, labels=torch.tensor([1]))
     except kernel_compat.UnsupportedFeatureError as error:
         messages["a label of the sequence"] = str(error)
+    messages |= refused_images(model, over)
+    dropping = load(saved(folder, "llama_gqa"), NAMES["contiguous"])
+    dropping.forward = lambda position_ids, **rest: type(dropping).forward(dropping, **rest)
+    try:
+        dropping(**given, use_cache=False)
+    except kernel_compat.UnsupportedFeatureError as error:
+        messages["positions that are dropped"] = str(error)
     decoder = encoder("bert", NAMES["contiguous"], is_decoder=True, add_cross_attention=True)
     try:
         decoder(**given, encoder_hidden_states=torch.zeros(1, 8, 16, dtype=torch.float64))
@@ -347,6 +354,35 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
         ours = model(input_ids=ids, use_cache=False, skip_sequence_parallel=True).logits
         messages["skipped"] = str(float((ours - alone(input_ids=ids, use_cache=False).logits).abs().max()))
     return messages | (refused_mixers(folder, ids, positions) if "minimax" in MODELS else {})
+
+
+def refused_images(text: Any, over: ContextParallel) -> dict[str, str]:
+    """The messages of images in a model without them, and of images whose tokens see each other both ways."""
+    messages = {}
+    pixels, ids = torch.zeros(1, 3, 16, 16), torch.tensor([[5, 90, 90, 90, 90, 6]])
+    try:
+        text(**over.shard({"input_ids": ids, "pixel_values": pixels}), use_cache=False)
+    except kernel_compat.UnsupportedFeatureError as error:
+        messages["images of no model"] = str(error)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config={**SHAPE, "head_dim": 16},
+        vision_config={**vision, "image_size": 16, "patch_size": 4},
+        mm_tokens_per_image=4,
+        image_token_index=90,
+    )
+    gemma = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation=NAMES["balanced"])
+    batch = {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == 90).long()}
+    try:
+        gemma(**over.shard(batch), use_cache=False)
+    except kernel_compat.UnsupportedFeatureError as error:
+        messages["images both ways"] = str(error)
+    del batch["pixel_values"]
+    try:
+        gemma(**over.shard(batch), use_cache=False)
+    except kernel_compat.UnsupportedFeatureError as error:
+        messages["text both ways"] = str(error)
+    return messages
 
 
 def refused_mixers(folder: Path, ids: Tensor, positions: Tensor) -> dict[str, str]:

@@ -87,6 +87,11 @@ def test_refused_on_every_rank(results: dict[str, Any]) -> None:
         own = f"position_ids on rank {rank} are not those of its tokens"
         assert (own if rank else "of the group refuses this call") in messages["default positions"]
         assert "a mask of shape (1, 1, 8, 8)" in messages["4D mask"]
+        assert "a model that doesn't pass its position_ids on" in messages["positions that are dropped"]
+        assert "pixel_values of LlamaForCausalLM" in messages["images of no model"]
+        assert "not images whose tokens see each other both ways" in messages["images both ways"]
+        if TRANSFORMERS.release >= (5, 24):
+            assert "a mask besides padding, causality and a window" in messages["text both ways"]
         assert "9 keys beside 1 queries, as with a cache" in messages["a cache"]
         assert float(messages["skipped"]) == 0
 

@@ -183,12 +183,12 @@ class _Share:
             raise _unsupported("a bias of the scores (position_bias)", "Use sequence_parallel=None.")
         (batch, length, heads), kv_length = call.query.shape[:3], call.key.shape[1]
         check_heads(heads, call.key.shape[2], call.sinks)
-        if kv_length != length:
-            raise _unsupported(f"{kv_length} keys beside {length} queries, as with a cache", "Pass use_cache=False.")
         context = current_context()
         if context is not None and context.arguments.has_encoder_states and not call.causal:
             # As many of them as a rank has tokens would be taken for the tokens' own keys.
             raise _unsupported("attention to the states of an encoder", "Use another name for models with an encoder.")
+        if kv_length != length:
+            raise _unsupported(f"{kv_length} keys beside {length} queries, as with a cache", "Pass use_cache=False.")
         lengths, positions = call.lengths, call.positions if call.causal else None
         if context is not None and context.covers(batch, length, kv_length, causal=True):
             require_positions(context)
