@@ -72,7 +72,7 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
         raise TypeError(f"tokens must be a number of tokens or None, not {tokens!r}")
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens must be positive, not {tokens}")
-    roots = _roots(model)
+    roots, spread_over = _roots(model), []
     for root in roots:
         setting = vars(root).get(FLAG)
         if setting is not None and setting.tokens != tokens:
@@ -89,13 +89,15 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
         if entry.is_context_parallel:
             if tokens is not None and entry.is_spread():
                 raise ValueError(f"{name!r} spreads sequences over ranks: ContextParallel.shard counts the tokens")
-            entry.spread_over.padding_free = True
+            spread_over.append(entry.spread_over)
         elif entry.forward is not None or entry.is_spread():
             problem = "spreads sequences over ranks" if entry.is_spread() else "has a forward of its own"
             raise ValueError(f"{name!r} {problem}: nothing says that it computes packed sequences")
         if ENCODER_DECODER.attribute_of(root.config):
             raise UnsupportedFeatureError("padding_free", type(root).__name__, "It has an encoder and a decoder.")
         require_padding_free(root, entry.name, unproven())
+    for over in spread_over:
+        over.padding_free = True
     with _lock:
         for root in roots:
             setting = vars(root).get(FLAG)
