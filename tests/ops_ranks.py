@@ -26,8 +26,11 @@ import kernel_compat
 import kernel_compat_ops as ops
 from kernel_compat.models import liger_support
 from kernel_compat_ops.losses.causal import causal_loss
+from kernel_compat_ops.losses.lazy import LazyLogits
 
 SPREAD, OWN, UPSTREAM = "my_flash_spread", "my_flash_own", "their_attention"
+OVER, ALONE = "my_flash_over_ranks", "flash_attention_reference"
+over = kernel_compat.ContextParallel()
 NORMS = ops.OpsConfig(rms_norm_implementation=PLAIN, cross_entropy_loss_implementation="chunk_loss")
 
 
@@ -41,6 +44,28 @@ def under(name: str) -> Any:
     model = build("llama")
     model.set_attn_implementation(name)
     return model
+
+
+def of_a_slice(padding_free: bool, in_one_process: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a padded batch, without logits, and its gradients: of one process, or the sum of the ranks' shares."""
+    torch.manual_seed(0)
+    ids = torch.randint(5, 90, (2, 29))
+    mask, labels = torch.ones_like(ids), ids.clone()
+    mask[0, 20:], mask[1, :7], labels[0, 20:], labels[1, :8] = 0, 0, -100, -100
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    model = build("llama", torch.float64)
+    model.set_attn_implementation(ALONE if in_one_process else OVER)
+    ops.apply_ops(model, CHUNKED)
+    if not in_one_process:
+        over.padding_free = padding_free
+        batch = over.shard(batch)
+    output = model(**batch, num_items_in_batch=(labels[:, 1:] != -100).sum(), use_cache=False)
+    assert isinstance(output.logits, LazyLogits)
+    output.loss.backward()
+    values = [output.loss.detach(), *(p.grad for p in model.parameters())]
+    for value in () if in_one_process else values:
+        dist.all_reduce(value)
+    return values[0], dict(zip(dict(model.named_parameters()), values[1:], strict=True))
 
 
 def hooked() -> Any:
@@ -154,6 +179,10 @@ def work(rank: int, folder: Path) -> None:
             ops.apply_ops(model, CHUNKED)
             dist.all_gather_object(losses, (float(before), float(model(**batch).loss)))
         found[name] = each, losses
+    found["of a slice"] = [
+        of_a_slice(False, True),
+        *(of_a_slice(padding_free, False) for padding_free in (False, True)),
+    ]
     if rank == 0:
         torch.save(found, folder / "found.pt")
     dist.barrier()
@@ -179,6 +208,7 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     kernel_compat.register_attention(SPREAD, "flash_attention_reference", sequence_parallel=True)
+    kernel_compat.register_attention(OVER, "flash_attention_reference", context_parallel=over)
     kernel_compat.register_attention(OWN, "flash_attention_reference", forward=own_forward)
     transformers.AttentionInterface.register(UPSTREAM, own_forward)
     kernel_compat.install(unproven="allow")

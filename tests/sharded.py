@@ -1,10 +1,11 @@
 """Tiny models over batches that `ContextParallel` spreads over processes, and over the same batches in one process.
 
-As a program: `sharded.py FOLDER RANKS` runs all cases on a number of processes, and saves the results in FOLDER.
+As a program: `sharded.py FOLDER 2x4` runs all cases on so many processes, in a mesh of as many dimensions, and saves the results in FOLDER.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import torch.multiprocessing
 import transformers
 from ranks import EXPERTS, KERNEL
 from small_mixers import MODELS, InDouble
-from tiny import CAUSAL_LMS, SHAPE, TRANSFORMERS, VOCAB, load, save, saved
+from tiny import CAUSAL_LMS, QWEN_VL, SHAPE, TRANSFORMERS, VOCAB, load, randomize, save, saved, two_images
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -31,7 +32,11 @@ import kernel_compat
 from kernel_compat import ContextParallel
 from kernel_compat.attention.parallel import mixing, spread
 
-NAMES = {"balanced": "my_flash_balanced", "contiguous": "my_flash_contiguous"}
+NAMES = {
+    "balanced": "my_flash_balanced",
+    "contiguous": "my_flash_contiguous",
+    "padding-free": "my_flash_padding_free",
+}
 ALONE = "my_flash_alone"
 #: No number of ranks divides it: rows are padded.
 LENGTH = 29
@@ -91,7 +96,9 @@ CASES = {
     "checkpointed": Case("llama_gqa", packed="positions", checkpointed=True),
     "a window": Case("mistral_window", rows=2, padded=True),
     "a window, packed": Case("qwen2_window", packed="positions", split="contiguous"),
+    "padding left out": Case("llama_gqa", rows=2, padded=True, split="padding-free"),
     "softcap": Case("gemma2_softcap", rows=2),
+    "one key head": Case("llama_mqa", rows=2, padded=True),
     "sinks": Case("gpt_oss_sinks", rows=2),
     "smaller value heads": Case("deepseek_value_dim", rows=2),
 }
@@ -118,27 +125,34 @@ MIXED = "qwen3_next"
 CASES |= {f"packed, {mixer}": Case(mixer, packed="positions") for mixer in MIXERS}
 CASES |= {
     "rows of a mixer": Case("qwen3_next", rows=2, padded=True, split="contiguous"),
+    "padding of a mixer left out": Case("qwen3_next", rows=2, padded=True, split="padding-free"),
     "a mixer in rows packed otherwise, checkpointed": Case("falcon_h1", rows=2, packed="lengths", checkpointed=True),
 }
 
 
-#: On a mesh of 2 x 2, along whose second dimension heads are shared.
-ON_A_MESH = 4
+#: Along the second dimension of a mesh heads are shared.
 CASES_ON_A_MESH = (
     "contiguous",
     "padded",
+    "padding left out",
     "packed by positions",
     "a window",
     "sinks",
     f"packed, {MIXED}",
     "packed, mamba",
 )
+#: As many processes have the tokens of a batch one by one.
+MANY = 8
+CASES_ON_MANY = (
+    *("causal", "padded", "one key head", "packed by positions", "packed by lengths", "a window", "a window, packed"),
+    *("padding left out", f"packed, {MIXED}"),
+)
 
 
-def cases(ranks: int) -> dict[str, Case]:
-    """The cases that are run on so many ranks, whose models this transformers has and can spread."""
+def cases(mesh: tuple[int, ...]) -> dict[str, Case]:
+    """The cases that are run on a mesh, whose models this transformers has and can spread."""
     models = {*CAUSAL_LMS, *(MODELS if TRANSFORMERS.release >= OF_FUNCTIONS else ())}
-    names = CASES_ON_A_MESH if ranks == ON_A_MESH else CASES
+    names = CASES_ON_MANY if math.prod(mesh) >= MANY else CASES_ON_A_MESH if len(mesh) > 1 else CASES
     return {name: CASES[name] for name in names if CASES[name].model in models}
 
 
@@ -173,16 +187,24 @@ def computed(case: Case, name: str, models: Path, over: ContextParallel | None =
     )
     loss.backward()
     gradients = {key: p.grad if p.grad is not None else torch.zeros_like(p) for key, p in model.named_parameters()}
-    whole = logits.detach() if over is None else over.unshard(logits, inputs)[:, :LENGTH]
-    return loss.detach(), whole * batch.get("attention_mask", torch.ones(case.rows, LENGTH))[..., None], gradients
+    whole, mask = logits.detach(), batch.get("attention_mask", torch.ones(case.rows, LENGTH))
+    if over is not None:
+        whole = over.unshard(logits, inputs)
+        if over.padding_free:
+            assert logits.shape[1] < LENGTH  # of the real tokens alone
+            whole = torch.zeros(*mask.shape, VOCAB, dtype=whole.dtype).index_put(
+                (mask.bool(),), whole[0, : int(mask.sum())]
+            )
+    return loss.detach(), whole[:, :LENGTH] * mask[..., None], gradients
 
 
-def start(folder: Path, ranks: int) -> dict[str, Any]:
+def start(folder: Path, mesh: tuple[int, ...]) -> dict[str, Any]:
     """Run this program; returns its results."""
-    for model in {*(case.model for case in cases(ranks).values()), *({"minimax"} & MODELS.keys())}:
+    named = "x".join(map(str, mesh))
+    for model in {*(case.model for case in cases(mesh).values()), *({"minimax"} & MODELS.keys())}:
         path_of(folder, model)
     done = subprocess.run(
-        [sys.executable, __file__, str(folder), str(ranks)],
+        [sys.executable, __file__, str(folder), named],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -190,48 +212,53 @@ def start(folder: Path, ranks: int) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    results: dict[str, Any] = torch.load(folder / f"sharded-{ranks}.pt", weights_only=False)
+    results: dict[str, Any] = torch.load(folder / f"sharded-{named}.pt", weights_only=False)
     return results
 
 
-def work(rank: int, ranks: int, folder: Path) -> None:
+def work(rank: int, mesh: tuple[int, ...], folder: Path) -> None:
     torch.set_num_threads(1)
-    if ranks % 2:  # heads are computed in two parts, as with much longer sequences
+    if math.prod(mesh) % 2:  # heads are computed in two parts, as with much longer sequences
         spread._LEAST_WORK = 0
-    group = partial(mesh_of, ranks) if ranks == ON_A_MESH else None
-    over = {split: ContextParallel(group, split=split) for split in NAMES}  # type: ignore[arg-type]
+    ranks, named = math.prod(mesh), "x".join(map(str, mesh))
+    group = partial(mesh_of, mesh) if len(mesh) > 1 else None
+    splits: dict[str, Any] = {split: "contiguous" if split == "contiguous" else "balanced" for split in NAMES}
+    over = {name: ContextParallel(group, split=split) for name, split in splits.items()}
     for split, name in NAMES.items():  # before the process group exists
-        kernel_compat.register_attention(name, KERNEL, context_parallel=over[split])
+        padding_free = split == "padding-free"
+        kernel_compat.register_attention(name, KERNEL, context_parallel=over[split], padding_free=padding_free)
     assert kernel_compat.install().ok
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/sharded-{ranks}",
+        init_method=f"file://{folder}/sharded-{named}",
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=120),
     )
     results: dict[str, Any] = {}
-    for name, case in cases(ranks).items():
+    for name, case in cases(mesh).items():
         try:
             loss, logits, gradients = judged(case, NAMES[case.split], folder, over[case.split])
         except Exception as error:
             raise RuntimeError(f"the case {name!r}") from error
         results[name] = summed(loss), logits, {key: summed(gradient) for key, gradient in gradients.items()}
     results["encoder"] = encoded(NAMES["balanced"], over["balanced"])
+    loss, gradients = of_images(NAMES["balanced"], over["balanced"])
+    results["images"] = summed(loss), {key: summed(gradient) for key, gradient in gradients.items()}
     results["refused"] = [None] * ranks
     dist.all_gather_object(results["refused"], refused(folder, rank))
     replaced = functions_of_ours()
     report = kernel_compat.uninstall()
     results["functions of ours"] = replaced, functions_of_ours(), report.left_alone
     if rank == 0:
-        torch.save(results, folder / f"sharded-{ranks}.pt")
+        torch.save(results, folder / f"sharded-{named}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
 @cache
-def mesh_of(ranks: int) -> Any:
-    return init_device_mesh("cpu", (ranks // 2, 2))
+def mesh_of(mesh: tuple[int, ...]) -> Any:
+    return init_device_mesh("cpu", mesh)
 
 
 def functions_of_ours() -> list[str]:
@@ -300,6 +327,13 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
         of_all(**given, labels=torch.tensor([1]))
     except kernel_compat.UnsupportedFeatureError as error:
         messages["a label of the sequence"] = str(error)
+    messages |= refused_images(model, over)
+    dropping = load(saved(folder, "llama_gqa"), NAMES["contiguous"])
+    dropping.forward = lambda position_ids, **rest: type(dropping).forward(dropping, **rest)
+    try:
+        dropping(**given, use_cache=False)
+    except kernel_compat.UnsupportedFeatureError as error:
+        messages["positions that are dropped"] = str(error)
     decoder = encoder("bert", NAMES["contiguous"], is_decoder=True, add_cross_attention=True)
     try:
         decoder(**given, encoder_hidden_states=torch.zeros(1, 8, 16, dtype=torch.float64))
@@ -322,6 +356,35 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
         ours = model(input_ids=ids, use_cache=False, skip_sequence_parallel=True).logits
         messages["skipped"] = str(float((ours - alone(input_ids=ids, use_cache=False).logits).abs().max()))
     return messages | (refused_mixers(folder, ids, positions) if "minimax" in MODELS else {})
+
+
+def refused_images(text: Any, over: ContextParallel) -> dict[str, str]:
+    """The messages of images in a model without them, and of images whose tokens see each other both ways."""
+    messages = {}
+    pixels, ids = torch.zeros(1, 3, 16, 16), torch.tensor([[5, 90, 90, 90, 90, 6]])
+    try:
+        text(**over.shard({"input_ids": ids, "pixel_values": pixels}), use_cache=False)
+    except kernel_compat.UnsupportedFeatureError as error:
+        messages["images of no model"] = str(error)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config={**SHAPE, "head_dim": 16},
+        vision_config={**vision, "image_size": 16, "patch_size": 4},
+        mm_tokens_per_image=4,
+        image_token_index=90,
+    )
+    gemma = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation=NAMES["balanced"])
+    batch = {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == 90).long()}
+    try:
+        gemma(**over.shard(batch), use_cache=False)
+    except kernel_compat.UnsupportedFeatureError as error:
+        messages["images both ways"] = str(error)
+    del batch["pixel_values"]
+    try:
+        gemma(**over.shard(batch), use_cache=False)
+    except kernel_compat.UnsupportedFeatureError as error:
+        messages["text both ways"] = str(error)
+    return messages
 
 
 def refused_mixers(folder: Path, ids: Tensor, positions: Tensor) -> dict[str, str]:
@@ -374,6 +437,41 @@ def encoded(name: str, over: ContextParallel | None = None) -> Tensor:
     return (states if over is None else over.unshard(states, inputs)[:, :LENGTH]) * batch["attention_mask"][..., None]
 
 
+def vision_model(name: str) -> Any:
+    """A model of images with M-RoPE, whose text model adds features of images between its layers."""
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 48,
+        "out_hidden_size": 64,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    config = transformers.Qwen3VLConfig(
+        **{**QWEN_VL, "text_config": {**QWEN_VL["text_config"], "head_dim": 16}}, vision_config=vision
+    )
+    torch.manual_seed(0)
+    return randomize(
+        transformers.Qwen3VLForConditionalGeneration._from_config(config, attn_implementation=name)
+    ).double()
+
+
+def of_images(name: str, over: ContextParallel | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a model of images and its gradients, of two rows with two images each; each rank's share under `over`."""
+    inputs = two_images(generator=torch.Generator().manual_seed(0))
+    batch = {key: torch.cat([value, value.flip(0)]) for key, value in inputs.items()}
+    batch |= {"input_ids": torch.cat([inputs["input_ids"]] * 2), "pixel_values": batch["pixel_values"].double()}
+    batch["labels"] = batch["input_ids"]
+    model = vision_model(name)
+    loss = model(**(batch if over is None else over.shard(batch)), num_items_in_batch=7, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {
+        key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()
+    }
+
+
 def bart(name: str) -> Any:
     """A model whose decoder counts positions itself."""
     sizes = {
@@ -390,6 +488,6 @@ def bart(name: str) -> Any:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    target, count = Path(sys.argv[1]), int(sys.argv[2])
+    target, shape = Path(sys.argv[1]), tuple(map(int, sys.argv[2].split("x")))
     # Forked, so that torch and transformers are imported once.
-    torch.multiprocessing.start_processes(work, (count, target), count, start_method="fork")
+    torch.multiprocessing.start_processes(work, (shape, target), math.prod(shape), start_method="fork")

@@ -44,6 +44,10 @@ def _llama_gqa() -> Any:
     return transformers.LlamaConfig(**{**SHAPE, "num_attention_heads": 8, "num_key_value_heads": 2})
 
 
+def _llama_mqa() -> Any:
+    return transformers.LlamaConfig(**{**SHAPE, "num_attention_heads": 8, "num_key_value_heads": 1})
+
+
 def _qwen2() -> Any:
     return transformers.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
 
@@ -157,6 +161,7 @@ CAUSAL_LMS = there(
     (
         ("llama", _llama, "LlamaConfig"),
         ("llama_gqa", _llama_gqa, "LlamaConfig"),
+        ("llama_mqa", _llama_mqa, "LlamaConfig"),
         ("qwen2_window", _qwen2, "Qwen2Config"),
         ("mistral_window", _mistral, "MistralConfig"),
         ("gemma2_softcap", _gemma2, "Gemma2Config"),
@@ -229,7 +234,7 @@ QWEN_VL: dict[str, Any] = {
 }
 
 
-def two_images() -> dict[str, torch.Tensor]:
+def two_images(generator: torch.Generator | None = None) -> dict[str, torch.Tensor]:
     """A prompt with two images of different sizes for both models: 1 x 40 tokens, 112 patches of 4 x 4 pixels."""
     grid = torch.tensor([[1, 8, 12], [1, 4, 4]])
     first, second = [92, *[90] * 24, 93], [92, *[90] * 4, 93]
@@ -237,7 +242,7 @@ def two_images() -> dict[str, torch.Tensor]:
     inputs = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        "pixel_values": torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4),
+        "pixel_values": torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4, generator=generator),
         "image_grid_thw": grid,
     }
     return {**inputs, "mm_token_type_ids": (ids == 90).long()} if TRANSFORMERS.release >= (5, 3) else inputs

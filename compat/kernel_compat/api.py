@@ -210,7 +210,8 @@ def register_attention(
         context_parallel: the ranks that sequences are spread over, each with the keys that its queries see: for any number of ranks,
             also more than there are heads. The batch is split by its `ContextParallel.shard`. None for none.
         padding_free: models under the name compute padded batches without their padding, as by
-            `kernel_compat.models.padding_free`. A model for which that is wrong is refused when it is loaded.
+            `kernel_compat.models.padding_free`; with `context_parallel`, its `shard` leaves the padding out. A model for which that
+            is wrong is refused when it is loaded.
         override: allow a name that transformers owns, or that is registered already.
         deprecated: ``features=`` and ``handles_context_parallel=``, which are now those of a `ForwardSpec`.
             ``sequence_parallel=None`` is deprecated, too: it is True until 1.0, and False from then on.

@@ -29,6 +29,7 @@ _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     from kernel_compat.attention.forward_context import with_context
     from kernel_compat.attention.heads import require_labels_of_slices
+    from kernel_compat.attention.parallel.text_model import split_at_text_model
     from kernel_compat.attention.tensors import require_readable
     from kernel_compat.attention.unpadding.model_call import unpadded
 
@@ -46,7 +47,7 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
             if entry.is_context_parallel and entry.is_spread():
                 require_labels_of_slices(model, arguments)
 
-    return with_context(unpadded(_under_one_name(original)), before)
+    return with_context(unpadded(_under_one_name(original)), before, split_at_text_model)
 
 
 def _under_one_name(original: Callable[..., Any]) -> Callable[..., Any]:

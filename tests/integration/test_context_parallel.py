@@ -1,4 +1,4 @@
-"""Context parallelism on 2, 3 and 5 processes, compared with one: the loss, logits, and gradients summed over the ranks."""
+"""Context parallelism on 2 to 16 processes, compared with one: the loss, logits, and gradients summed over the ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import CASES, NAMES, OF_FUNCTIONS, ON_A_MESH, cases, encoded, judged, start
+from sharded import CASES, NAMES, OF_FUNCTIONS, cases, encoded, judged, of_images, start
 from small_mixers import MODELS
 from tiny import NAME, TRANSFORMERS
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
-#: Numbers that divide neither the heads nor the length; the second has more ranks than key heads.
-RANKS: dict[int, tuple[()] | pytest.MarkDecorator] = {3: (), ON_A_MESH: (), 2: pytest.mark.slow, 5: pytest.mark.slow}
-RUNS = [pytest.param(ranks, name, marks=marks) for ranks, marks in RANKS.items() for name in cases(ranks)]
+#: Numbers that divide neither the heads nor the length; more ranks than key heads; more than chunks of two tokens.
+RANKS: dict[tuple[int, ...], tuple[()] | pytest.MarkDecorator] = {
+    **dict.fromkeys(((3,), (2, 2)), ()),
+    **dict.fromkeys(((2,), (5,), (8,), (2, 4), (16,), (4, 4)), pytest.mark.slow),
+}
+RUNS = [
+    pytest.param(mesh, name, marks=marks, id=f"{'x'.join(map(str, mesh))}-{name}")
+    for mesh, marks in RANKS.items()
+    for name in cases(mesh)
+]
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sharded")
 
 
-@pytest.fixture(params=[pytest.param(ranks, marks=marks) for ranks, marks in RANKS.items()])
+@pytest.fixture(params=[pytest.param(mesh, marks=marks, id="x".join(map(str, mesh))) for mesh, marks in RANKS.items()])
 def results(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Of all cases, which are run once for each number of ranks."""
+    """Of all cases, which are run once for each mesh."""
     return run(folder, request.param)
 
 
@@ -55,6 +62,15 @@ def test_an_encoder(results: dict[str, Any]) -> None:
     torch.testing.assert_close(results["encoder"], encoded(NAME))
 
 
+def test_images(results: dict[str, Any]) -> None:
+    """Their tower runs whole on every rank, and its features replace tokens of the whole batch."""
+    loss, gradients = of_images(NAME)
+    torch.testing.assert_close(results["images"][0], loss, rtol=1e-6, atol=0)
+    for parameter, gradient in gradients.items():
+        assert (results["images"][1][parameter] - gradient).norm() <= 1e-5 * gradient.norm(), parameter
+        assert gradient.any() or "k_proj.bias" in parameter, parameter
+
+
 def test_refused_on_every_rank(results: dict[str, Any]) -> None:
     """No rank waits for another that has raised."""
     for rank, messages in enumerate(results["refused"]):
@@ -71,6 +87,11 @@ def test_refused_on_every_rank(results: dict[str, Any]) -> None:
         own = f"position_ids on rank {rank} are not those of its tokens"
         assert (own if rank else "of the group refuses this call") in messages["default positions"]
         assert "a mask of shape (1, 1, 8, 8)" in messages["4D mask"]
+        assert "a model that doesn't pass its position_ids on" in messages["positions that are dropped"]
+        assert "pixel_values of LlamaForCausalLM" in messages["images of no model"]
+        assert "not images whose tokens see each other both ways" in messages["images both ways"]
+        if TRANSFORMERS.release >= (5, 24):
+            assert "a mask besides padding, causality and a window" in messages["text both ways"]
         assert "9 keys beside 1 queries, as with a cache" in messages["a cache"]
         assert float(messages["skipped"]) == 0
 

@@ -701,6 +701,28 @@ class TestRefused:
                     "refused_flash", "flash_attention_reference", padding_free=True, **more
                 )
 
+        over = kernel_compat.ContextParallel(lambda: None)
+        assert not over.padding_free
+        kernel_compat.register_attention("over_flash", "flash_attention_reference", context_parallel=over)
+        try:
+            reference, model = pair(transformers.LlamaForCausalLM, llama(), "over_flash")
+            batch = {
+                "input_ids": torch.arange(12).view(2, 6),
+                "attention_mask": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]),
+            }
+            assert over.shard(batch) == batch  # one process: the model leaves the padding out
+            with padding_free(model, tokens=11):
+                assert over.padding_free  # over ranks `shard` does
+                found, expected = (m(**batch).logits[1, 2:] for m in (model, reference))
+            assert distance(found, expected) < 1e-5
+            over.padding_free = False
+            kernel_compat.register_attention(
+                "over_flash", "flash_attention_reference", context_parallel=over, padding_free=True, override=True
+            )
+            assert over.padding_free
+        finally:
+            kernel_compat.unregister_attention("over_flash")
+
         def forward(*args: Any, **kwargs: Any) -> Any: ...
 
         kernel_compat.register_attention("own_flash", "flash_attention_reference", forward=forward)

@@ -18,20 +18,21 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ..errors import UnprotectedError
+from ..errors import UnprotectedError, UnsupportedFeatureError
 from ..kernels.memo import Memo, scope
 from ..patching.pass_through import described, wrapped_by
 from ..patching.wrapping import functions_beneath
 from .boundaries import Packing, Rows, Sequences, find_packing, require_agreement, restarts_of
 from .layout import SequenceLayout
 from .model_arguments import ModelArguments, arguments_by_name
-from .roles import cache_of, cache_returned
+from .roles import UNSPLIT, cache_of, cache_returned
 from .tensors import constant, same_storage
 
 __all__ = [
     "ForwardContext",
     "MaskRecord",
     "UnpaddingState",
+    "UnsplitState",
     "all_open",
     "current_context",
     "in_current_context",
@@ -78,6 +79,13 @@ class UnpaddingState:
     """The base of what `unpadding` keeps in a context, which is passed on from call to call here and read there alone."""
 
 
+class UnsplitState:
+    """The base of what `parallel.text_model` keeps in a context, which is passed on from call to call here."""
+
+    def close(self, model: Any) -> None:
+        """Called at the end of the call that the whole batch was passed to."""
+
+
 class ForwardContext:
     """One call of a model's forward, inside the call of another context or of none.
 
@@ -96,6 +104,7 @@ class ForwardContext:
         unpadding: the real tokens of the batch, if its layers run on these alone.
         mask_matches_unpadding: whether the mask is the one that `unpadding` was made of.
         memo: what is found of tensors in this call, and in no other one.
+        unsplit: the whole batch, if this call has its tokens on every rank; None if its tokens may be a slice.
         has_given_offsets: whether offsets in `arguments` are the user's, which may be wrong.
     """
 
@@ -112,6 +121,7 @@ class ForwardContext:
         self.unpadding: UnpaddingState | None = None
         self.mask_matches_unpadding = True
         self.memo = Memo()
+        self.unsplit: UnsplitState | None = None
         self._segment_ids: Tensor | None = None
         self._sequences: dict[bool, Sequences | None] = {}
         self._offsets_agree = False
@@ -321,28 +331,43 @@ def within(context: ForwardContext | None) -> Iterator[None]:
         set_context(outer)
 
 
-def with_context(original: Callable[..., Any], before: Callable[[Any, dict[str, Any]], None]) -> Callable[..., Any]:
+#: Returns the arguments of a call for a rank's slice, None if they stay; and the whole batch that the call is over, None if it isn't.
+Split = Callable[[dict[str, Any], "ForwardContext | None"], tuple["dict[str, Any] | None", "UnsplitState | None"]]
+
+
+def with_context(
+    original: Callable[..., Any], before: Callable[[Any, dict[str, Any]], None], split: Split = lambda *_: (None, None)
+) -> Callable[..., Any]:
     """A model's ``__call__`` that opens a `ForwardContext`.
 
     Args:
         before: called with the model and its arguments by name, except under torch.compile.
+        split: called with the arguments by name and the context of the call around it, likewise.
     """
     before = torch.compiler.disable(before)  # where a graph breaks, torch.compile may trace it by itself
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         compiling = torch.compiler.is_compiling()
-        arguments = arguments_by_name(self, args, kwargs)
+        arguments, outer, unsplit = arguments_by_name(self, args, kwargs), current_context(), None
         if not compiling:
+            changed, unsplit = split(arguments, outer)
+            if changed is not None:
+                args, kwargs, arguments = (), changed, changed
             before(self, arguments)
-        past, outer = cache_of(arguments), current_context()
+        elif UNSPLIT in arguments:
+            raise UnsupportedFeatureError("images and sound under context parallelism", "torch.compile")
+        past = cache_of(arguments)
         if past is not None and getattr(_identity_of(past), _IS_PACKED, False):
             if not _is_empty(past):
                 raise ValueError("a cache of packed sequences can't be continued: it doesn't say which of them goes on")
             setattr(past, _IS_PACKED, False)
         context = ForwardContext(ModelArguments.of(self, arguments, None if outer is None else outer.arguments), outer)
+        context.unsplit = unsplit
         with within(context):
             outputs = original(self, *args, **kwargs)
         context.close(outputs)
+        if unsplit is not None and (outer is None or outer.unsplit is not unsplit):
+            unsplit.close(self)
         return outputs
 
     _opening.calls.add(__call__)

@@ -24,12 +24,14 @@ class _Head(NamedTuple):
     """The head of a model's class.
 
     Attributes:
+        has_loss: whether it computes a loss. Gemma-3's inner model takes labels without.
         of_tokens: whether it computes each token by itself.
         predicts_next: whether its labels are the tokens', and each is predicted from the token before: by transformers' causal loss.
         takes_targets: whether its loss takes a target for each packed token.
         has_means: whether it may add means over all tokens to its loss.
     """
 
+    has_loss: bool
     of_tokens: bool
     predicts_next: bool
     takes_targets: bool
@@ -45,7 +47,8 @@ def head_of(model_class: type) -> _Head:
     predicts_next = following and "loss_function" in forward.__code__.co_names
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     has_means = any(map(_MEANS.search, forward.__code__.co_varnames))
-    return _Head(each or following, predicts_next, each or (predicts_next and takes_any), has_means)
+    has_loss = any("loss" in variable for variable in (*forward.__code__.co_varnames, *forward.__code__.co_names))
+    return _Head(has_loss, each or following, predicts_next, each or (predicts_next and takes_any), has_means)
 
 
 def require_labels_of_slices(model: Any, arguments: Mapping[str, Any]) -> None:
@@ -58,6 +61,8 @@ def require_labels_of_slices(model: Any, arguments: Mapping[str, Any]) -> None:
     if LABELS.of(arguments) is None:
         return
     head, name = head_of(type(model)), type(model).__name__
+    if not head.has_loss:
+        return
     if not head.takes_targets:
         raise UnsupportedFeatureError(
             f"the loss of {name}",

@@ -79,6 +79,8 @@ def _by_sequence(original: Callable[..., Any], for_attention: bool, over_ranks: 
 
 def _is_skipped(context: ForwardContext, kwargs: dict[str, Any], layer: nn.Module) -> bool:
     """Whether a call isn't spread: its caller says that every rank has all of its tokens. For a layer that sees token by token both are the same."""
+    if context.unsplit is not None:
+        return True
     named = [name for name in SKIPS if name in context.arguments.names or name in kwargs]
     if named and is_tokenwise(layer):
         return True

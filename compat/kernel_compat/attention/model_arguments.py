@@ -39,6 +39,7 @@ class ModelArguments:
         has_encoder_states: whether the model gets the states of an encoder.
         takes_positions: whether the model's forward has a parameter ``position_ids``. Without one, positions count on along
             the whole row.
+        drops_positions: whether a model around this one got ``position_ids`` and passed none on to it, which takes some.
         mask: the 2D ``attention_mask``.
         has_4d_mask: whether ``attention_mask`` is 4D. Position ids don't add packed sequences to such a mask.
         masks_by_layer_type: whether ``attention_mask`` is a dict of masks, as `generate` makes them before the call.
@@ -60,6 +61,7 @@ class ModelArguments:
     embeddings: Any = None
     is_encoder_decoder: bool = False
     has_encoder_states: bool = False
+    drops_positions: bool = False
     mask: Tensor | None = None
     has_4d_mask: bool = False
     masks_by_layer_type: bool = False
@@ -95,11 +97,14 @@ class ModelArguments:
         positions = POSITIONS.of(arguments)
         positions = positions if isinstance(positions, Tensor) else None
         takes_positions = POSITIONS.spelled(parameter_names(type(model))) is not None
-        cache, lengths, computed_positions = cache_of(arguments), PackedLengths.of(arguments), False
+        cache, lengths = cache_of(arguments), PackedLengths.of(arguments)
+        computed_positions = drops_positions = False
         if outer is not None and _same_tokens(ids, embeddings, (batch, length), outer):
             mask = outer.mask if mask is None else mask
             if positions is not None and positions.ndim == 3:
                 computed_positions = outer.positions is None and outer.takes_positions
+            drops = takes_positions and positions is None and outer.positions is not None
+            drops_positions = drops or outer.drops_positions
             positions = outer.positions if positions is None or computed_positions else positions
             lengths = lengths or outer.lengths
             cache = outer.cache if cache is None else cache
@@ -118,6 +123,7 @@ class ModelArguments:
             embeddings=embeddings,
             is_encoder_decoder=bool(ENCODER_DECODER.attribute_of(config)),
             has_encoder_states=has_encoder_states,
+            drops_positions=drops_positions,
             mask=mask,
             has_4d_mask=has_4d_mask,
             masks_by_layer_type=by_type,

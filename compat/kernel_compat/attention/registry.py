@@ -85,9 +85,10 @@ class AttentionRegistry:
         for argument, value in (("forward", entry.forward), ("mask", entry.mask)):
             if value is not None and not callable(value):
                 raise TypeError(f"{argument} must be callable or None, not {value!r}")
-        if entry.padding_free and (entry.forward is not None or entry.spreads):
+        of_slices = entry.spreads and not entry.is_context_parallel
+        if entry.padding_free and (entry.forward is not None or of_slices):
             raise ValueError(
-                "padding_free computes packed sequences, which nothing says of a forward of your own or under sequence parallelism"
+                "padding_free computes packed sequences, which nothing says of a forward of your own or under sequence_parallel"
             )
         if entry.spread_over is not None:
             group_source(entry.group)
@@ -111,6 +112,8 @@ class AttentionRegistry:
                 self._put(name, previous)
                 raise ValueError(f"{name!r} {problem}; pass override=True to replace it")
             self.declared.discard(name)
+        if entry.padding_free and entry.is_context_parallel:
+            entry.spread_over.padding_free = True
 
     def unregister(self, name: str) -> None:
         """`kernel_compat.unregister_attention` for this registry."""

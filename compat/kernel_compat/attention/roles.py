@@ -21,6 +21,8 @@ __all__ = [
     "DECODER_TOKENS",
     "EMBEDDINGS",
     "ENCODER_DECODER",
+    "FEATURES_BETWEEN_LAYERS",
+    "FEATURES_MASK",
     "FUSED_MIXERS",
     "GROUPS",
     "HEAD_DIM",
@@ -57,6 +59,7 @@ __all__ = [
     "SUPPORTS_SDPA",
     "TARGETS",
     "TOKENS",
+    "UNSPLIT",
     "USES_WINDOW",
     "USE_CACHE",
     "VALUE_DIM",
@@ -151,8 +154,13 @@ LABELS = Role("labels", ("labels",))
 ROUTER_LOGITS = Role("return of routers' logits", ("output_router_logits",))
 #: Of losses: the labels, each moved to the token that predicts it.
 TARGETS = Role("targets", ("shift_labels",))
+#: Of text models: what they add to the tokens of images between their layers, (tokens, ...) each, and which tokens these are.
+FEATURES_BETWEEN_LAYERS = Role("features of images between layers", ("deepstack_visual_embeds",))
+FEATURES_MASK = Role("tokens of images", ("visual_pos_masks",))
 DECODER_TOKENS = Role("tokens of a decoder", ("decoder_input_ids",))
 DECODER_MASK = Role("mask of a decoder", ("decoder_attention_mask",))
+#: The library's own argument of a model's call: the slice that its text model gets of the whole batch, see `BatchSlice`.
+UNSPLIT = "kernel_compat_slice"
 #: Arguments whose values say where padding and sequences are.
 READ = (MASK, POSITIONS, *LENGTHS)
 

@@ -63,7 +63,9 @@ def mask_function_of(entry: AttentionName) -> Callable[..., Any]:
         return entry.mask
     alone = attention_mask_function if entry.forward is None else plain_mask_function
     # Or its forward would be given masks of this rank's keys alone.
-    return gathering_mask_function(entry.group, alone) if entry.spreads else alone
+    if not entry.spreads:
+        return alone
+    return gathering_mask_function(entry.group, alone, refuses_others=entry.is_context_parallel)
 
 
 def taken_by(name: str) -> str | None:

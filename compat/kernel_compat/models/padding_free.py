@@ -34,6 +34,8 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
     packed sequences, 4D masks, and calls that continue a cache; under torch.compile and in CUDA graphs all calls, unless `tokens` is
     passed.
 
+    Under a name with ``context_parallel`` it is `kernel_compat.ContextParallel.shard` that leaves the padding out, from then on.
+
     Examples:
         >>> import kernel_compat, transformers
         >>> config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=99)
@@ -57,7 +59,8 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
     Raises:
         TypeError: `model` is no model of transformers, and has none in it; or `tokens` is no int.
         ValueError: `tokens` isn't positive, or differs from that of another active handle. The model's attention isn't a registered
-            name, or is a forward of the user's own or one with sequence parallelism.
+            name, or is a forward of the user's own or one with `sequence_parallel`. `tokens` is passed, and the name spreads
+            sequences over ranks.
         UnsupportedFeatureError: the type can't be computed without padding: an encoder-decoder, or one whose results would differ.
     """
     from ..attention.unpadding.batch import PaddingFreeSetting
@@ -69,7 +72,7 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
         raise TypeError(f"tokens must be a number of tokens or None, not {tokens!r}")
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens must be positive, not {tokens}")
-    roots = _roots(model)
+    roots, spread_over = _roots(model), []
     for root in roots:
         setting = vars(root).get(FLAG)
         if setting is not None and setting.tokens != tokens:
@@ -83,12 +86,18 @@ def padding_free(model: nn.Module, *, tokens: int | None = None) -> Handle:
                 f"the attention of {type(root).__name__} is {name!r}, which is not a registered name: load the model with one, "
                 "after kernel_compat.install()"
             )
-        if entry.forward is not None or entry.is_spread():
+        if entry.is_context_parallel:
+            if tokens is not None and entry.is_spread():
+                raise ValueError(f"{name!r} spreads sequences over ranks: ContextParallel.shard counts the tokens")
+            spread_over.append(entry.spread_over)
+        elif entry.forward is not None or entry.is_spread():
             problem = "spreads sequences over ranks" if entry.is_spread() else "has a forward of its own"
             raise ValueError(f"{name!r} {problem}: nothing says that it computes packed sequences")
         if ENCODER_DECODER.attribute_of(root.config):
             raise UnsupportedFeatureError("padding_free", type(root).__name__, "It has an encoder and a decoder.")
         require_padding_free(root, entry.name, unproven())
+    for over in spread_over:
+        over.padding_free = True
     with _lock:
         for root in roots:
             setting = vars(root).get(FLAG)

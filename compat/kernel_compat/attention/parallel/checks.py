@@ -122,6 +122,11 @@ def require_positions(context: ForwardContext) -> None:
         ValueError: it takes positions, and got none.
     """
     arguments, name = context.arguments, POSITIONS.named()
+    if arguments.drops_positions:
+        raise _unsupported(
+            f"a model that doesn't pass its {name} on",
+            "It counts positions from 0 on every rank: use another name for it.",
+        )
     if not arguments.takes_positions:
         raise _unsupported(
             f"a model whose forward has no {name}", "It counts positions from 0 on every rank: use another name for it."

@@ -6,15 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ..roles import UNSPLIT
 from .groups import default_group, ranks_source
+from .split import Interval
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .split import Interval, TokenSplit
+    from .batch_slice import BatchSlice
+    from .split import TokenSplit
 
 __all__ = ["ContextParallel"]
 
@@ -22,8 +24,6 @@ Split = Literal["balanced", "contiguous"]
 
 #: Rows get a length that this many chunks a rank divide, where they are long enough that padding costs little.
 _CHUNKS, _LONG = 32, 8
-#: Of labels.
-_IGNORED = -100
 
 
 class ContextParallel:
@@ -41,6 +41,8 @@ class ContextParallel:
         head_ranks: how many neighbouring ranks share heads: each of them computes a part of the heads of all their tokens, as in
             `ulysses`, and keys travel between these groups. 1: keys alone travel. It divides the number of ranks, that of the query
             heads, and that of the key heads or the other way round. None: for each layer the number with which the least travels.
+        padding_free: whether `shard` leaves padding out: rows become the packed sequences of one row. ``padding_free=True`` of a name
+            that is registered with it does the same.
 
     Raises:
         TypeError: `group` is no group that this rank is in.
@@ -53,12 +55,13 @@ class ContextParallel:
         *,
         split: Split = "balanced",
         head_ranks: int | None = None,
+        padding_free: bool = False,
     ) -> None:
         if split not in get_args(Split):
             raise ValueError(f"split is one of {', '.join(get_args(Split))}, not {split!r}")
         if head_ranks is not None and head_ranks < 1:
             raise ValueError(f"head_ranks is a number of ranks, not {head_ranks}")
-        self.ranks, self.split = ranks_source(group, head_ranks), split
+        self.ranks, self.split, self.padding_free = ranks_source(group, head_ranks), split, padding_free
         #: Returns the group of all ranks, None for none.
         self.source = default_group if group is None or group is True else self._all
         #: Whether a mixer's first call has passed, in which the ranks exchange whether they refuse it.
@@ -76,6 +79,9 @@ class ContextParallel:
         come as this rank's slice; labels also as ``shift_labels``, moved to the token that predicts each. Where there is padding or
         packing, ``cu_seq_lens_*`` and ``max_length_*`` say so, those of all tokens. What has no dimension of tokens stays as it is.
 
+        With inputs of images, videos or sound labels alone come as the slice, and the model's call gets the whole batch: it embeds
+        all tokens on every rank, and its text model gets the slice of the embeddings.
+
         Args:
             batch: with ``input_ids`` (batch, length) or ``inputs_embeds`` (batch, length, hidden size).
 
@@ -84,61 +90,46 @@ class ContextParallel:
         """
         import torch
 
-        from ..roles import EMBEDDINGS, LABELS, LENGTHS, MASK, POSITIONS, TARGETS, TOKENS
-        from .runs import indices_of
-        from .split import rows_of
-
         group = self.source()
         if group is None:
             return dict(batch)
-        ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+        own = self._slice_of(batch, torch.distributed.get_world_size(group), torch.distributed.get_rank(group))
+        return {**batch, **own.of_labels(batch), UNSPLIT: own} if own.inputs else own.of(batch)
+
+    def _slice_of(self, batch: Mapping[str, Any], ranks: int, rank: int) -> BatchSlice:
+        """A rank's slice of a batch."""
+        from ..roles import EMBEDDINGS, TOKENS
+        from .batch_slice import BatchSlice, Rows, positions_in, sequences_in, tower_inputs
+        from .runs import indices_of
+        from .split import rows_of
+
         ids, embeddings = TOKENS.of(batch), EMBEDDINGS.of(batch)
         tokens = embeddings if ids is None else ids
         if tokens is None or tokens.ndim < 2:
             raise ValueError(f"a batch to be split has {TOKENS.named()} (batch, length) or {EMBEDDINGS.named()}")
-        size, length = tokens.shape[:2]
+        sizes = size, length = (tokens.shape[0], tokens.shape[1])
         if not size * length:
             raise ValueError(f"a batch of {size} x {length} tokens can't be split")
-        sequences = _sequences_in(batch, size, length)
-        multiple = ranks * (_CHUNKS if length >= ranks * _CHUNKS * _LONG else 2)
-        padded = -(-length // multiple) * multiple
-        whole = {name: value for name, value in batch.items() if name not in MASK.spellings}
-        positions = POSITIONS.of(batch)
-        if positions is None:
-            whole[POSITIONS.named()] = _positions(sequences, size, length, tokens.device)
-        elif positions.ndim == 2 and len(positions) == 1:
-            whole[POSITIONS.named(batch)] = positions.expand(size, -1)
-        labels = LABELS.of(batch)
-        if labels is not None and labels.shape == (size, length) and TARGETS.of(batch) is None:
-            whole[TARGETS.named()] = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
-        offsets, moved = None, sequences
-        if padded > length or sequences != rows_of(size, length):
-            moved = [
-                (a + a // length * (padded - length), b + (b - 1) // length * (padded - length)) for a, b in sequences
-            ]
-            rows = {row * padded for row in range(size + 1)}
-            offsets = sorted({*rows, *(edge for sequence in moved for edge in sequence)})
-        split = self.split_of([*pairwise(offsets)] if offsets else sequences, padded)
-        columns = indices_of([(a, b - a) for a, b in split.runs[rank]], tokens.device)
-        ignored, known = {*LABELS.spellings, *TARGETS.spellings}, {s for role in LENGTHS for s in role.spellings}
-        for name, value in whole.items():
-            if not isinstance(value, torch.Tensor) or name in known:
-                continue
-            dim = value.ndim - 1 if name in POSITIONS.spellings else 1
-            if value.ndim <= dim or value.shape[dim - 1 : dim + 1] != (size, length):
-                continue
-            long = _padded(value, dim, padded - length, _IGNORED if name in ignored else 0)
-            if offsets is not None and name in POSITIONS.spellings:
-                long = _counted(long, {*pairwise(offsets)} - {*moved})
-            whole[name] = long[(slice(None),) * dim + (columns,)]
-        if offsets is not None:
-            at = torch.tensor(offsets, dtype=torch.int32, device=tokens.device)
-            longest = max(stop - start for start, stop in pairwise(offsets))
-            whole |= {role.named(): value for role, value in zip(LENGTHS, (at, at, longest, longest), strict=True)}
-        return whole
+        sequences = sequences_in(batch, size, length)
+        positions = positions_in(sequences, size, length, tokens.device)
+        rows = Rows.of_batch(sequences, size, length, self.padding_free)
+        multiple = ranks * (_CHUNKS if rows.length >= ranks * _CHUNKS * _LONG else 2)
+        padded = -(-rows.length // multiple) * multiple
+        sequences, offsets, padding = rows.sequences, None, frozenset[Interval]()
+        if padded > rows.length or sequences != rows_of(rows.count, rows.length):
+            behind = padded - rows.length
+            moved = [(a + a // rows.length * behind, b + (b - 1) // rows.length * behind) for a, b in sequences]
+            starts = {row * padded for row in range(rows.count + 1)}
+            offsets = sorted({*starts, *(edge for sequence in moved for edge in sequence)})
+            sequences, padding = [*pairwise(offsets)], frozenset({*pairwise(offsets)} - {*moved})
+        runs = self.split_of(sequences, padded).runs[rank]
+        columns = indices_of([(start, stop - start) for start, stop in runs], tokens.device)
+        return BatchSlice(sizes, rows, columns, padded, offsets, padding, positions, tower_inputs(batch, sizes))
 
     def unshard(self, x: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """From the ranks' slices of a tensor (batch, length, ...) to the whole one, padding of `shard` included. Has no gradient.
+
+        Where `shard` left padding out, this is the one row of all real tokens.
 
         Args:
             batch: what `shard` returned.
@@ -178,70 +169,8 @@ class ContextParallel:
         from ..call import PackedLengths
         from .split import rows_of
 
-        lengths = PackedLengths.of(batch)
+        own = batch.get(UNSPLIT)
+        lengths = PackedLengths.of(batch if own is None else own.lengths())
         if lengths is None:
             return rows_of(size, length)
         return [*pairwise(offsets_on_host(lengths.offsets()[0]))]
-
-
-def _sequences_in(batch: Mapping[str, Any], size: int, length: int) -> list[Interval]:
-    """The sequences of a whole batch, as intervals of its flattened tokens."""
-    import torch
-
-    from ..boundaries import find_packing, restarts_of
-    from ..call import PackedLengths
-    from ..roles import MASK, POSITIONS, QUERY_OFFSETS
-    from .split import rows_of
-
-    if (lengths := PackedLengths.of(batch)) is not None:
-        offsets = lengths.offsets()[0].tolist()
-        if offsets[-1] > size * length:
-            raise ValueError(
-                f"{QUERY_OFFSETS.named()} ends at {offsets[-1]}, and there are {size} x {length} tokens: pass the whole batch, once"
-            )
-        return [(a, b) for a, b in pairwise(offsets) if a < b]
-    mask, positions = MASK.of(batch), POSITIONS.of(batch)
-    restarts = None if positions is None else restarts_of(positions, size, length, True)
-    if mask is None and restarts is not None:
-        mask = torch.ones_like(restarts[1])
-    if mask is None:
-        return rows_of(size, length)
-    if mask.shape != (size, length):
-        raise ValueError(f"a mask of shape {tuple(mask.shape)} doesn't fit {size} x {length} tokens")
-    packing = find_packing(mask, restarts)
-    if packing.interior_padding or (packing.sequences is not None and packing.sequences.interior_padding):
-        raise ValueError("padding between two tokens of a sequence, which can't be split over ranks")
-    valid = (mask != 0).flatten()
-    if packing.sequences is None:
-        edges = torch.nn.functional.pad((mask != 0).to(torch.int8), (1, 1)).diff().cpu()
-        starts, stops = (edges == 1).nonzero().tolist(), (edges == -1).nonzero().tolist()
-        return [(row * length + a, row * length + b) for (row, a), (_, b) in zip(starts, stops, strict=True)]
-    offsets, at = packing.sequences.cu_seqlens.tolist(), valid.nonzero()[:, 0].tolist()
-    return [(at[a], at[b - 1] + 1) for a, b in pairwise(offsets)]
-
-
-def _positions(sequences: Sequence[Interval], size: int, length: int, device: torch.device) -> Tensor:
-    """Those of tokens in their sequences; 0 for padding."""
-    import torch
-
-    positions = torch.zeros(size * length, dtype=torch.int64)
-    for start, stop in sequences:
-        positions[start:stop] = torch.arange(stop - start)
-    return positions.view(size, length).to(device)
-
-
-def _counted(positions: Tensor, padding: set[Interval]) -> Tensor:
-    """Positions (..., batch, length) in which padding counts from 0, too, as a sequence of its own."""
-    import torch
-
-    positions = positions.clone()
-    flat = positions.flatten(-2)
-    for start, stop in padding:
-        flat[..., start:stop] = torch.arange(stop - start)
-    return flat.view(positions.shape)
-
-
-def _padded(x: Tensor, dim: int, count: int, value: int) -> Tensor:
-    import torch
-
-    return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, count), value=value) if count else x

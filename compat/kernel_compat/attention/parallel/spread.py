@@ -30,6 +30,7 @@ from .plan import AttentionPlan, Spread, spread_of
 from .runs import Run, indices_of
 from .sharding import ContextParallel
 from .split import Interval, overlaps, rows_of
+from .text_model import is_unsplit
 from .ulysses import slice_of
 
 __all__ = ["SpreadLayout", "over_ranks", "require_positions_of", "sequences_between"]
@@ -180,6 +181,8 @@ def over_ranks(kernel: Kernel, name: str, alone: Callable[..., Any], over: Conte
         if group is None:
             return alone(module, query, key, value, attention_mask, **kwargs)
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        if is_unsplit():
+            return alone(module, query, key, value, attention_mask, **kwargs)
         if ranks > 1 and not (skip_sequence_parallel or skip_ulysses):
             if counts_from_padding(type(module)):  # `ContextParallel.shard` doesn't know
                 raise _unsupported(
@@ -246,12 +249,12 @@ class _Share:
             raise _unsupported("a bias of the scores (position_bias)", "Use sequence_parallel=None.")
         (batch, length, heads), kv_length = call.query.shape[:3], call.key.shape[1]
         check_heads(heads, call.key.shape[2], call.sinks)
-        if kv_length != length:
-            raise _unsupported(f"{kv_length} keys beside {length} queries, as with a cache", "Pass use_cache=False.")
         context = current_context()
         if context is not None and context.arguments.has_encoder_states and not call.causal:
             # As many of them as a rank has tokens would be taken for the tokens' own keys.
             raise _unsupported("attention to the states of an encoder", "Use another name for models with an encoder.")
+        if kv_length != length:
+            raise _unsupported(f"{kv_length} keys beside {length} queries, as with a cache", "Pass use_cache=False.")
         lengths, positions = call.lengths, call.positions if call.causal else None
         if context is not None and context.covers(batch, length, kv_length, causal=True):
             require_positions(context)

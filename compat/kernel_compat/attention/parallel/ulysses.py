@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
+from ...errors import UnsupportedFeatureError
 from ..protocols import AttentionForward
 from ..roles import LENGTHS, MASK, POSITIONS
 from .groups import group_source
@@ -122,7 +123,7 @@ def spread(forward: AttentionForward, alone: AttentionForward, group: Any) -> At
 
 
 def gathering_mask_function(
-    group: Any, alone: Callable[..., Tensor | None] | None = None
+    group: Any, alone: Callable[..., Tensor | None] | None = None, *, refuses_others: bool = False
 ) -> Callable[..., Tensor | None]:
     """`plain_mask_function` for tokens spread over a group: slices of a padding mask are gathered to the full sequence's.
 
@@ -132,20 +133,29 @@ def gathering_mask_function(
     Args:
         group: as for `ulysses`.
         alone: the mask function of calls that aren't spread; None for `plain_mask_function`.
+        refuses_others: whether masks besides padding, causality and a window raise UnsupportedFeatureError here. Built of slices, they
+            may fail in other ways before the forward refuses them.
     """
     import torch.distributed as dist
 
     from ...kernels.memo import fixed_shapes
     from ..mask_function import mask_pattern, plain_mask_function, query_length
     from .all_to_all import gather_mask
+    from .text_model import is_unsplit
 
     source = group_source(group)
 
     def mask_function(**arguments: Any) -> Tensor | None:
-        if (group := source()) is None:
+        if (group := source()) is None or is_unsplit():
             return (alone or plain_mask_function)(**arguments)
         mask: Tensor | None = MASK.of(arguments)
         ranks, length = dist.get_world_size(group), query_length(arguments)
+        if refuses_others and ranks > 1 and mask_pattern(arguments) is None and not _skips_all():
+            raise UnsupportedFeatureError(
+                "a mask besides padding, causality and a window",
+                "context parallelism",
+                "Images whose tokens see each other both ways, and chunks, can't be split: use another name for this model.",
+            )
         if (
             ranks == 1
             or mask is None
@@ -161,6 +171,14 @@ def gathering_mask_function(
         return None if not fixed_shapes(mask) and bool(mask.all()) else mask
 
     return mask_function
+
+
+def _skips_all() -> bool:
+    """Whether the model's call in progress says that its tokens aren't spread."""
+    from ..forward_context import current_context
+
+    context = current_context()
+    return context is not None and not set(SKIPS).isdisjoint(context.arguments.names)
 
 
 def _with_model_arguments(kwargs: dict[str, Any], context: ForwardContext) -> dict[str, Any]:

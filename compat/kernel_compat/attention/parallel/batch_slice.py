@@ -1,0 +1,228 @@
+"""A rank's slice of a whole batch: of the arguments of a model, or of its text model's behind the embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedFeatureError
+from ..boundaries import find_packing, restarts_of
+from ..call import PackedLengths
+from ..layer_kinds import is_encoder
+from ..roles import (
+    CACHE_POSITIONS,
+    EMBEDDINGS,
+    FEATURES_BETWEEN_LAYERS,
+    FEATURES_MASK,
+    LABELS,
+    LENGTHS,
+    MASK,
+    POSITIONS,
+    QUERY_OFFSETS,
+    TARGETS,
+    TOKENS,
+)
+from .split import Interval, rows_of, size
+
+__all__ = ["BatchSlice", "Rows", "positions_in", "sequences_in", "tower_inputs"]
+
+#: Of labels.
+_IGNORED = -100
+_OF_LABELS = frozenset((*LABELS.spellings, *TARGETS.spellings))
+#: Replaced by those of the slice: masks and lengths by the lengths of all tokens.
+_REPLACED = frozenset(spelling for role in (CACHE_POSITIONS, *LENGTHS) for spelling in role.spellings)
+
+
+class Rows(NamedTuple):
+    """The rows of tokens that ranks share, which may be those of the batch without their padding, as one row.
+
+    Attributes:
+        kept: (tokens,) int64, the tokens of the flattened batch in the row; None for all of them in their rows.
+        sequences: intervals of the flattened rows. Tokens in none of them are padding.
+        count, length: of the rows.
+    """
+
+    kept: Tensor | None
+    sequences: list[Interval]
+    count: int
+    length: int
+
+    @classmethod
+    def of_batch(cls, sequences: list[Interval], batch: int, length: int, padding_free: bool) -> Rows:
+        """The rows of a batch, of whose sequences these are the intervals."""
+        tokens = size(sequences)
+        if not padding_free or tokens in (0, batch * length):
+            return cls(None, sequences, batch, length)
+        kept = torch.cat([torch.arange(start, stop) for start, stop in sequences])
+        edges = accumulate((stop - start for start, stop in sequences), initial=0)
+        return cls(kept, [*pairwise(edges)], 1, tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchSlice:
+    """This rank's slice of a whole batch.
+
+    Attributes:
+        sizes: the number of rows and their length in the batch.
+        rows: what is split of it.
+        columns: (tokens,) int64, the rank's columns of the rows, which are padded to a length that can be split.
+        padded: that length.
+        offsets: where sequences begin and end in the flattened rows, padding as sequences of its own; None where each row is one.
+        padding: the intervals of padding among them.
+        positions: (batch, length), of tokens in their sequences.
+        inputs: names of the batch's inputs of images, videos and sound, which have no dimension of tokens.
+    """
+
+    sizes: tuple[int, int]
+    rows: Rows
+    columns: Tensor
+    padded: int
+    offsets: list[int] | None
+    padding: frozenset[Interval]
+    positions: Tensor
+    inputs: frozenset[str]
+
+    def of(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a model's call for the slice, of those for the whole batch, which hold what the batch holds or is embedded to.
+
+        Raises:
+            UnsupportedFeatureError: a mask besides padding, causality and a window.
+        """
+        own = {name: value for name, value in arguments.items() if name not in _REPLACED}
+        masks, positions, labels = MASK.of(arguments), POSITIONS.of(arguments), LABELS.of(arguments)
+        parts = masks.values() if isinstance(masks, dict) else [masks]
+        for part in parts:
+            if part is not None and getattr(part, "shape", None) != self.sizes:
+                raise UnsupportedFeatureError(
+                    f"a mask of shape {tuple(getattr(part, 'shape', ()))}",
+                    "context parallelism",
+                    "Masks of padding and packed sequences can be split, not images whose tokens see each other both ways.",
+                )
+        if masks is not None:
+            own.pop(MASK.named(arguments))
+        if positions is None:
+            own[POSITIONS.named()] = self.positions
+        elif positions.ndim == 2 and len(positions) == 1:
+            own[POSITIONS.named(arguments)] = positions.expand(self.sizes[0], -1)
+        if labels is not None and labels.shape == self.sizes and TARGETS.of(arguments) is None:
+            own[TARGETS.named()] = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+        sliced = {name: self._sliced(name, value) for name, value in own.items() if self._has_tokens(name, value)}
+        return own | sliced | self._features(arguments) | self.lengths()
+
+    def of_labels(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The slice of a batch's labels alone."""
+        named = {name: value for name, value in batch.items() if name in _OF_LABELS}
+        return {name: value for name, value in self.of(named).items() if name in _OF_LABELS}
+
+    def covers(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a model's call is over the tokens of the whole batch, without its images, videos and sound."""
+        ids, embeddings = TOKENS.of(arguments), EMBEDDINGS.of(arguments)
+        tokens = embeddings if ids is None else ids
+        if (
+            not isinstance(tokens, Tensor)
+            or tokens.shape[:2] != self.sizes
+            or tokens.ndim != (2 if ids is not None else 3)
+        ):
+            return False
+        return all(arguments.get(name) is None for name in self.inputs)
+
+    def lengths(self) -> dict[str, Any]:
+        """The ``cu_seq_lens_*`` and ``max_length_*`` of all ranks' tokens; none where each row is one sequence."""
+        if self.offsets is None:
+            return {}
+        at = torch.tensor(self.offsets, dtype=torch.int32, device=self.columns.device)
+        longest = max(stop - start for start, stop in pairwise(self.offsets))
+        return {role.named(): value for role, value in zip(LENGTHS, (at, at, longest, longest), strict=True)}
+
+    def _has_tokens(self, name: str, value: Any) -> bool:
+        """Whether an argument has a value for each token: dimensions of the batch and of the length, the last ones of positions."""
+        if not isinstance(value, Tensor):
+            return False
+        dim = _dimension(name, value)
+        return value.ndim > dim > 0 and value.shape[dim - 1 : dim + 1] == self.sizes
+
+    def _sliced(self, name: str, x: Tensor) -> Tensor:
+        dim = _dimension(name, x)
+        if self.rows.kept is not None:
+            x = x.flatten(dim - 1, dim).index_select(dim - 1, self.rows.kept.to(x.device)).unsqueeze(dim - 1)
+        if count := self.padded - self.rows.length:
+            value = _IGNORED if name in _OF_LABELS else 0
+            x = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, count), value=value)
+        if self.padding and name in POSITIONS.spellings:
+            x = _counted(x, self.padding)
+        return x.index_select(dim, self.columns.to(x.device))
+
+    def _features(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Features that a text model adds to the tokens of images between its layers: the rows of the slice's."""
+        mask, features = FEATURES_MASK.of(arguments), FEATURES_BETWEEN_LAYERS.of(arguments)
+        if mask is None or features is None:
+            return {}
+        numbers = self._sliced("", mask.flatten().cumsum(0).view(mask.shape) * mask)  # from 1 on, 0 for other tokens
+        at = numbers[numbers > 0] - 1
+        own = type(features)(x.index_select(0, at.to(x.device)) for x in features)
+        return {FEATURES_MASK.named(arguments): numbers > 0, FEATURES_BETWEEN_LAYERS.named(arguments): own}
+
+
+def _dimension(name: str, x: Tensor) -> int:
+    """The dimension of an argument's tokens."""
+    return x.ndim - 1 if name in POSITIONS.spellings else 1
+
+
+def tower_inputs(batch: Mapping[str, Any], sizes: tuple[int, int]) -> frozenset[str]:
+    """The names of a batch's inputs of images, videos and sound; without those that have a value for each token."""
+    return frozenset(
+        name
+        for name, value in batch.items()
+        if isinstance(value, (Tensor, list, tuple)) and is_encoder(name) and getattr(value, "shape", ())[:2] != sizes
+    )
+
+
+def sequences_in(batch: Mapping[str, Any], rows: int, length: int) -> list[Interval]:
+    """The sequences of a whole batch, as intervals of its flattened tokens."""
+    if (lengths := PackedLengths.of(batch)) is not None:
+        offsets = lengths.offsets()[0].tolist()
+        if offsets[-1] > rows * length:
+            raise ValueError(
+                f"{QUERY_OFFSETS.named()} ends at {offsets[-1]}, and there are {rows} x {length} tokens: pass the whole batch, once"
+            )
+        return [(a, b) for a, b in pairwise(offsets) if a < b]
+    mask, positions = MASK.of(batch), POSITIONS.of(batch)
+    restarts = None if positions is None else restarts_of(positions, rows, length, True)
+    if mask is None and restarts is not None:
+        mask = torch.ones_like(restarts[1])
+    if mask is None:
+        return rows_of(rows, length)
+    if mask.shape != (rows, length):
+        raise ValueError(f"a mask of shape {tuple(mask.shape)} doesn't fit {rows} x {length} tokens")
+    packing = find_packing(mask, restarts)
+    if packing.interior_padding or (packing.sequences is not None and packing.sequences.interior_padding):
+        raise ValueError("padding between two tokens of a sequence, which can't be split over ranks")
+    valid = (mask != 0).flatten()
+    if packing.sequences is None:
+        edges = torch.nn.functional.pad((mask != 0).to(torch.int8), (1, 1)).diff().cpu()
+        starts, stops = (edges == 1).nonzero().tolist(), (edges == -1).nonzero().tolist()
+        return [(row * length + a, row * length + b) for (row, a), (_, b) in zip(starts, stops, strict=True)]
+    offsets, at = packing.sequences.cu_seqlens.tolist(), valid.nonzero()[:, 0].tolist()
+    return [(at[a], at[b - 1] + 1) for a, b in pairwise(offsets)]
+
+
+def positions_in(sequences: Sequence[Interval], batch: int, length: int, device: torch.device) -> Tensor:
+    """Those of tokens in their sequences; 0 for padding."""
+    positions = torch.zeros(batch * length, dtype=torch.int64)
+    for start, stop in sequences:
+        positions[start:stop] = torch.arange(stop - start)
+    return positions.view(batch, length).to(device)
+
+
+def _counted(positions: Tensor, padding: Iterable[Interval]) -> Tensor:
+    """Positions (..., batch, length) in which padding counts from 0, too, as a sequence of its own."""
+    positions = positions.clone()
+    flat = positions.flatten(-2)
+    for start, stop in padding:
+        flat[..., start:stop] = torch.arange(stop - start)
+    return flat.view(positions.shape)
