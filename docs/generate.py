@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from kernel_compat import Features, Shim
+from kernel_compat.attention.parallel.split import TokenSplit
 from kernel_compat.kernels import Limit, Provider
 from kernel_compat.kernels.catalog import CATALOG
 from kernel_compat.patching.shim import ENTRY_POINT_GROUP, discover
@@ -42,6 +43,7 @@ def documents() -> Iterator[tuple[Path, str]]:
         "limits": f"\n{_limits()}\n",
         "shims": f"\n{_shims()}\n",
         "modules": f"\n{_modules()}\n",
+        "spread": f"\n{_spread()}\n",
     }
     before = {"before": "BEFORE", "address": "ADDRESS", "variable": "VARIABLE"}
     readmes = (
@@ -157,6 +159,23 @@ def _modules() -> str:
         module = library / f"{room}.py"  # first: a folder may be left over with bytecode in it
         lines += _rows([module] if module.exists() else (library / room).rglob("*.py"), library)
     return "\n".join(lines)
+
+
+def _spread() -> str:
+    """Which of 4 ranks holds each of 64 tokens."""
+    length, ranks, packed = 64, 4, [(0, 40), (40, 48), (48, 64)]
+    splits = {
+        "one causal sequence": TokenSplit.balanced([(0, length)], length, ranks),
+        "packed, 40 + 8 + 16 tokens": TokenSplit.balanced(packed, length, ranks),
+        'split="contiguous"': TokenSplit.contiguous(length, ranks),
+    }
+    lines = [f"{'':28}{''.join(f'{token:<8}' for token in range(0, length, 8))}"]
+    for name, split in splits.items():
+        owners = [
+            rank for token in range(length) for rank in range(ranks) for a, b in split.runs[rank] if a <= token < b
+        ]
+        lines.append(f"{name:28}{''.join(map(str, owners))}")
+    return "\n".join(["The rank of each token:", "", "```text", *(line.rstrip() for line in lines), "```"])
 
 
 def _rows(files: Iterable[Path], folder: Path) -> Iterator[str]:
