@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -134,16 +135,23 @@ def _computed(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, ca
 def _received(rows: list[Tensor], exchanges: list[Exchange], rank: int) -> Tensor:
     """What an exchange brings to a rank."""
     parts = [
-        (x if exchange.sent is None else x[exchange.sent.index]).split([*exchange.sends])[rank]
-        for x, exchange in zip(rows, exchanges, strict=True)
+        _by_rank(x if exchange.sent is None else x[exchange.sent.index], exchange.sends, sender)[rank]
+        for sender, (x, exchange) in enumerate(zip(rows, exchanges, strict=True))
     ]
     assert [len(part) for part in parts] == [*exchanges[rank].receives]
-    return torch.cat(parts)
+    return torch.cat([parts[rank], *parts[:rank], *parts[rank + 1 :]])
+
+
+def _by_rank(x: Tensor, counts: Sequence[int], own: int) -> list[Tensor]:
+    """The rows of each rank, of which a rank's own come first."""
+    first, *others = x.split([counts[own], *counts[:own], *counts[own + 1 :]])
+    return [*others[:own], first, *others[own:]]
 
 
 def _returned(rows: list[Tensor], exchanges: list[Exchange], rank: int) -> Tensor:
     """What comes back to a rank, as it had sent it."""
-    return torch.cat([x.split([*e.receives])[rank] for x, e in zip(rows, exchanges, strict=True)])
+    parts = [_by_rank(x, e.receives, n)[rank] for n, (x, e) in enumerate(zip(rows, exchanges, strict=True))]
+    return torch.cat([parts[rank], *parts[:rank], *parts[rank + 1 :]])
 
 
 def test_a_window_needs_the_neighbours_keys_alone() -> None:

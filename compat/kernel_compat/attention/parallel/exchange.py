@@ -94,7 +94,7 @@ class Exchange:
     """The rows that a rank sends and gets.
 
     Attributes:
-        sent: of the rank's rows, by the rank that they go to; None for all of them in order.
+        sent: of the rank's rows, first those that stay and then those of the other ranks, in order; None for all of them in order.
         sends, receives: the numbers of rows that go to and come from each rank, itself included.
     """
 
@@ -103,7 +103,7 @@ class Exchange:
     receives: Sequence[int]
 
     def launch(self, x: Tensor, group: dist.ProcessGroup) -> Transfer:
-        """Send rows (rows, ...) of `x`. They arrive in the order of the ranks that they come from."""
+        """Send rows (rows, ...) of `x`. The rank's own arrive first, and the others' in the order of the ranks."""
         return Transfer(x if self.sent is None else self.sent.take(x), self.sends, self.receives, group)
 
     def launch_back(self, x: Tensor, group: dist.ProcessGroup) -> Transfer:
@@ -125,11 +125,14 @@ class Transfer:
 
     def __init__(self, x: Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup) -> None:
         self._sends, self._receives, self._group = [*sends], [*receives], group
+        # What stays is copied here: NCCL takes longer for it than for what travels.
+        rank = dist.get_rank(group)
+        self._kept, self._sends[rank], self._receives[rank] = self._sends[rank], 0, 0
         self._under_way: tuple[Any, Tensor, Tensor] | None = None
         self._rows: Tensor = _Launched.apply(x, self)
 
     def arrived(self) -> Tensor:
-        """The rows that have come, in the order of their ranks. Waits on the stream, not on the host."""
+        """The rows that have come. Waits on the stream, not on the host."""
         rows: Tensor = _Arrived.apply(self._rows, self)
         del self._rows
         return rows
@@ -137,8 +140,10 @@ class Transfer:
     def send(self, x: Tensor, back: bool) -> Tensor:
         """Start an all-to-all; returns what it will fill."""
         sends, receives = (self._receives, self._sends) if back else (self._sends, self._receives)
-        received, x = x.new_empty((sum(receives), *x.shape[1:])), x.contiguous()
-        work = dist.all_to_all_single(received, x, receives, sends, self._group, async_op=True)
+        kept, x = self._kept, x.contiguous()
+        received = x.new_empty((kept + sum(receives), *x.shape[1:]))
+        work = dist.all_to_all_single(received[kept:], x[kept:], receives, sends, self._group, async_op=True)
+        received[:kept] = x[:kept]
         self._under_way = work, received, x
         return received
 
@@ -176,5 +181,5 @@ class _Arrived(torch.autograd.Function):  # type: ignore[misc]
 
 
 def exchanged(x: Tensor, exchange: Exchange, group: dist.ProcessGroup) -> Tensor:
-    """From a rank's rows (rows, ...) to those that it gets, in the order of the ranks."""
+    """From a rank's rows (rows, ...) to those that it gets, as `Exchange.launch` orders them."""
     return exchange.launch(x, group).arrived()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from ...kernels.options import Lengths
 from .exchange import Exchange, Selection
 from .runs import Run, indices_of
 from .split import Interval, TokenSplit, joined, overlaps, size, within
+
+T = TypeVar("T")
 
 __all__ = ["AttentionPlan", "Halo", "KernelCall", "Spread", "plan_halo", "spread_of"]
 
@@ -130,10 +132,11 @@ class Spread:
         group, units, rows, own = rank // head_ranks, min(head_ranks, kv_heads), self._tokens, self._held[rank]
         to_heads, arrived = None, own
         if head_ranks > 1:
-            of_units = _selection([[(unit, rows)] for unit in range(head_ranks)], rows, head_ranks, device)
+            first, member = group * head_ranks, rank % head_ranks
+            of_units = _own_first([[(unit, rows)] for unit in range(head_ranks)], member)
             share = [rows * (other // head_ranks == group) for other in range(len(self._held))]
-            to_heads = Exchange(of_units, share, share)
-            arrived = [run for held in self._held[group * head_ranks : (group + 1) * head_ranks] for run in held]
+            to_heads = Exchange(_selection(of_units, rows, head_ranks, device), share, share)
+            arrived = [run for held in _own_first(self._held[first : first + head_ranks], member) for run in held]
         calls, queries, keys = _calls(parts[group], device)
         goes = [_Places(own).runs(within(own, some)) for some in needed]
         sent = [
@@ -142,11 +145,12 @@ class Spread:
             for unit in range(head_ranks)
         ]
         comes = [within(held, needed[group]) for held in self._held]
-        came = [run for some in comes for run in some]
+        came = [run for some in _own_first(comes, rank) for run in some]
+        of_rows = _selection(_own_first(sent, rank), rows, units, device)
         return AttentionPlan(
             (head_ranks, units),
             to_heads,
-            Exchange(_selection(sent, rows, units, device), [*map(_count, sent)], [*map(size, comes)]),
+            Exchange(of_rows, [*map(_count, sent)], [*map(size, comes)]),
             _selection([_Places(arrived).runs(queries)], size(arrived), 1, device),
             _selection([_Places(came).runs(keys)], size(came), 1, device),
             calls,
@@ -201,8 +205,10 @@ def plan_halo(
     own, tokens = _Places(held[rank]), size(held[rank])
     goes = [own.runs(within(held[rank], some)) for some in wanted]
     comes = [within(some, wanted[rank]) for some in held]
-    exchange = Exchange(_selection(goes, tokens, 1, device), [*map(_count, goes)], [*map(size, comes)])
-    received, zero = _Places(run for some in comes for run in some), tokens + sum(exchange.receives)
+    sent = _selection(_own_first(goes, rank), tokens, 1, device)
+    exchange = Exchange(sent, [*map(_count, goes)], [*map(size, comes)])
+    received = _Places(run for some in _own_first(comes, rank) for run in some)
+    zero = tokens + sum(exchange.receives)
     sources: list[Run] = []
     targets: list[Run] = []
     end = 0
@@ -305,6 +311,11 @@ def _selection(parts: Sequence[Sequence[Run]], tokens: int, units: int, device: 
     if once and units == 1 and all(a[0] + a[1] == b[0] for a, b in pairwise(runs)):
         return None
     return Selection.of(indices_of(runs, device, units), tokens * units, once)
+
+
+def _own_first(of_ranks: Sequence[T], rank: int) -> list[T]:
+    """In the order of an exchange's rows."""
+    return [of_ranks[rank], *of_ranks[:rank], *of_ranks[rank + 1 :]]
 
 
 def _count(runs: Iterable[Run]) -> int:
