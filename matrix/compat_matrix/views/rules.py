@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import product
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from ..cells import WORDS, Cell, values_of
 from ..expressions import Clause, holds, is_release
 from ..expressions import release as numbers
 from ..store import Past
-from ..versions import parsed
+from ..versions import parsed, related
 
 
 class Rule(NamedTuple):
@@ -37,12 +37,14 @@ class Rules(NamedTuple):
         rules: the conditions.
         cells: the cells that a request may be about, each with the reason why it is excluded; empty for one that isn't.
         torchs_own: whether no FlashAttention means torch's own on CUDA, where no cell is without.
+        having: for each axis and value, the numbers of the cells that have it.
     """
 
     values: Mapping[str, Sequence[str]]
     rules: Sequence[Rule]
     cells: Mapping[Cell, str]
     torchs_own: bool
+    having: Mapping[str, Mapping[str, Set[int]]]
 
     @classmethod
     def of(cls, axes: Axes) -> Rules:
@@ -60,10 +62,22 @@ class Rules(NamedTuple):
     @classmethod
     def _of(cls, cells: Mapping[Cell, str], rules: Sequence[Rule]) -> Rules:
         values = _values(cells)
-        without = [cell for cell in cells if (cell.flash_attention, cell.device) == ("none", "cuda")]
-        own = "torch" in values.get("flash_attention", ()) and bool(without) and all(map(cells.get, without))
+        without = {cell: why for cell, why in cells.items() if (cell.flash_attention, cell.device) == ("none", "cuda")}
+        own = "torch" in values.get("flash_attention", ()) and bool(without) and all(without.values())
         meant = {cell: why for cell, why in cells.items() if cell not in without} if own else cells
-        return cls(values, rules, meant, own)
+        having: dict[str, dict[str, set[int]]] = {axis: {} for axis in values}
+        for number, cell in enumerate(meant):
+            for axis, value in cell.axes.items():
+                having[axis].setdefault(value, set()).add(number)
+        return cls(values, rules, meant, own, having)
+
+    def alike(self, axes: Mapping[str, str]) -> set[int]:
+        """The numbers of the cells that may be meant by these values."""
+        matching = (
+            [numbers for value, numbers in self.having.get(axis, {}).items() if related(value, asked)]
+            for axis, asked in axes.items()
+        )
+        return set.intersection(*(set().union(*some) for some in matching))
 
     def on(self, asked: Mapping[str, str], device: str) -> dict[str, str]:
         """A requested combination as it is meant on a device."""

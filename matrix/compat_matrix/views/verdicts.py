@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import repeat
 from typing import Literal, NamedTuple
 
@@ -321,6 +322,8 @@ class Judge:
         self.store, self.rules = store, rules or Rules.stored(found)
         self.known = [Known.of(one) for one in sorted(one for one in found if not one.summary.excluded)]
         self.axes = in_order({*ORDER, *self.rules.values, *(axis for one in self.known for axis in one.axes)})
+        self._versions = [axis for axis in self.axes if axis != PACKAGE]
+        self._numbered = [*self.rules.cells]
         self._packages: dict[tuple[str, Cell], str] = {}
 
     def __call__(self, asked: Mapping[str, str], limit: int = 5) -> Answer:
@@ -421,26 +424,19 @@ class Judge:
 
     def _distance(self, one: Known, asked: Mapping[str, str]) -> tuple[object, ...]:
         """A key that sorts combinations by their distance from the requested one, whose axes are in order."""
-        minors: list[tuple[int, ...]] = []
-        patches: list[tuple[int, ...]] = []
-        for axis, value in asked.items():
-            own = one.exact.get(axis, "")
-            if parsed(value) is None:
-                minors.append((int(own != value),))
-                continue
-            there, here = release(own), release(value)
-            side = (there[0] > here[0]) - (there[0] < here[0])
-            minors.append((abs(there[0] - here[0]), side, *_step(side, there[1], here[1])))
-            side = (there[:2] > here[:2]) - (there[:2] < here[:2])
-            patches.append((0, 0) if same(value, own) else (1, *_step(side, there[2], here[2])))
-        versions = (one.exact.get(axis, "") for axis in self.axes if axis != PACKAGE)
-        newest = (-number for version in versions for number in release(version))
-        return (*minors, *patches, *newest, one.past.cell)
+        exact = one.exact
+        apart = [_apart(value, exact.get(axis, "")) for axis, value in asked.items()]
+        newest = _newest(tuple([exact.get(axis, "") for axis in self._versions]))
+        return [minor for minor, _ in apart], [patch for _, patch in apart], newest, one.past.cell
 
     def _cells(self, on: Mapping[str, Mapping[str, str]]) -> dict[Cell, str]:
         """The cells of the request, each with the reason why it is excluded; empty for one that isn't."""
-        axes = {device: {axis: value for axis, value in one.items() if axis != PACKAGE} for device, one in on.items()}
-        return {cell: why for cell, why in self.rules.cells.items() if _alike(cell.axes, axes[cell.device])}
+        numbers: set[int] = set()
+        for device, one in on.items():
+            if one.get("device", device) == device:
+                axes = {axis: value for axis, value in one.items() if axis != PACKAGE}
+                numbers |= self.rules.alike({**axes, "device": device})
+        return {cell: self.rules.cells[cell] for cell in map(self._numbered.__getitem__, sorted(numbers))}
 
     def _kernels(
         self,
@@ -572,7 +568,7 @@ def _against(near: Iterable[Known], on: Mapping[str, Mapping[str, str]]) -> list
 
 
 def _alike(axes: Mapping[str, str], asked: Mapping[str, str]) -> bool:
-    return all(map(related, map(axes.get, asked, repeat("")), asked.values()))  # of thousands of cells
+    return all(map(related, map(axes.get, asked, repeat("")), asked.values()))  # of hundreds of results
 
 
 def _fits(exact: Mapping[str, str], asked: Mapping[str, str]) -> bool:
@@ -586,6 +582,24 @@ def _last_of_each(results: Iterable[Known]) -> list[Known]:
         exact = {**one.exact, "python": release(one.exact["python"])[:2]}
         newest[tuple(sorted(exact.items()))] = one
     return [*newest.values()]
+
+
+@lru_cache(10_000)
+def _apart(asked: str, own: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How far a value is from the requested one: in its minor release, and in its patch; words have no patch."""
+    if parsed(asked) is None:
+        return (int(own != asked),), ()
+    there, here = release(own), release(asked)
+    side = (there[0] > here[0]) - (there[0] < here[0])
+    minor = (abs(there[0] - here[0]), side, *_step(side, there[1], here[1]))
+    side = (there[:2] > here[:2]) - (there[:2] < here[:2])
+    return minor, (0, 0) if same(asked, own) else (1, *_step(side, there[2], here[2]))
+
+
+@lru_cache(10_000)
+def _newest(versions: tuple[str, ...]) -> tuple[int, ...]:
+    """A key that sorts releases, newest first."""
+    return tuple(-number for version in versions for number in release(version))
 
 
 def _step(side: int, there: int, here: int) -> tuple[int, bool]:
