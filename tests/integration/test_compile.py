@@ -21,6 +21,9 @@ from kernel_compat.kernels import reference
 
 pytestmark = pytest.mark.usefixtures("installed_for_all")
 
+#: Tracing takes longest: of several graphs, or of what isn't about layers. `test_fullgraph` has two layers.
+ONE_LAYER = {"num_hidden_layers": 1}
+
 
 def compiled(model: Any) -> Any:
     torch._dynamo.reset()  # the graphs of other tests count towards the limit of recompilations
@@ -82,8 +85,8 @@ def static_cache(config: Any) -> Any:
 )
 def test_a_static_cache_without_a_mask(models: Path, name: str, steps: tuple[int, ...]) -> None:
     """Its unused room is hidden, although the graph doesn't know where it begins."""
-    path = saved(models, name)
-    eager, ours = load(path, "eager"), load(path, NAME)
+    path, layers = saved(models, name), ONE_LAYER if len(steps) > 2 else {}
+    eager, ours = (load(path, attention, **layers) for attention in ("eager", NAME))
     ids = torch.randint(3, VOCAB, (2, 12))
     cache, run, found, begin = static_cache(ours.config), compiled(ours), [], 0
     for step, part in zip(steps, ids.split(steps, 1), strict=True):
@@ -106,7 +109,7 @@ def test_a_static_cache_without_a_mask(models: Path, name: str, steps: tuple[int
 )
 def test_a_cache_of_packed_sequences_that_a_graph_has_filled(models: Path, goes_on: Callable[[Any], Any]) -> None:
     """Nothing says which of its sequences goes on."""
-    model = load(saved(models, "llama_gqa"), NAME)
+    model = load(saved(models, "llama_gqa"), NAME, **ONE_LAYER)
     offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
     lengths = {role.named(): value for role, value in zip(LENGTHS, (offsets, offsets, 7, 7), strict=True)}
     with torch.no_grad():
@@ -119,7 +122,7 @@ def test_a_cache_of_packed_sequences_that_a_graph_has_filled(models: Path, goes_
 
 def test_symbolic_numbers(models: Path) -> None:
     """With ``dynamic=True`` the scale is one, too."""
-    eager, ours = (load(saved(models, "llama_gqa"), name) for name in ("eager", NAME))
+    eager, ours = (load(saved(models, "llama_gqa"), name, **ONE_LAYER) for name in ("eager", NAME))
     run = torch.compile(ours, fullgraph=True, backend="eager", dynamic=True)
     for length in (7, 12):
         ids = torch.randint(3, VOCAB, (2, length))
@@ -185,7 +188,7 @@ def test_a_kernel_that_is_an_autograd_function(models: Path) -> None:
     """Queries and keys have the same offsets, and torch.compile takes no tensor twice there."""
     kernel_compat.register_attention("function_flash", kernel=AutogradFunction())
     try:
-        eager, ours = (load(saved(models, "llama_gqa"), name) for name in ("eager", "function_flash"))
+        eager, ours = (load(saved(models, "llama_gqa"), name, **ONE_LAYER) for name in ("eager", "function_flash"))
         ids = torch.randint(3, VOCAB, (1, 12))
         offsets = torch.tensor([0, 7, 12], dtype=torch.int32)
         lengths = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 7, "max_length_k": 7}
@@ -199,7 +202,7 @@ def test_a_kernel_that_is_an_autograd_function(models: Path) -> None:
 
 def test_packed_position_ids_are_refused_where_they_cannot_be_told(models: Path) -> None:
     """Sequences depend on tensor values, which a graph can't branch on: an error, never attention over one long sequence."""
-    model = compiled(load(saved(models, "llama"), NAME))
+    model = compiled(load(saved(models, "llama"), NAME, **ONE_LAYER))
     ids = torch.randint(3, VOCAB, (1, 12))
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
     with pytest.raises(RuntimeError, match="cu_seq_lens_q"):
