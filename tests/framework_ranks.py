@@ -85,6 +85,83 @@ def ulysses(folder: Path) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+def over_groups(folder: Path, sources: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """A model over the ranks of frameworks' groups: the loss and the gradients, summed."""
+    found = {}
+    for what, source in sources.items():
+        over = kernel_compat.ContextParallel(source)
+        kernel_compat.register_attention(NAME, "flash_attention_reference", context_parallel=over, override=True)
+        model = load(folder / "model", NAME)
+        loss = model(**over.shard(with_labels(), reduction="sum"), use_cache=False).loss
+        loss.backward()
+        found[what] = {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+        for value in found[what].values():
+            dist.all_reduce(value)
+    return found
+
+
+def with_labels() -> dict[str, Tensor]:
+    given = batch(True)
+    labels = given["input_ids"].masked_fill(given["position_ids"] == 0, -100)
+    return {"input_ids": given["input_ids"], "position_ids": given["position_ids"], "labels": labels}
+
+
+def deepspeed_groups(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """DeepSpeed's engine, with the library in the place of `UlyssesSPAttentionHF`: the parameters after a step, by stage."""
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.comm.init_distributed(dist_backend="gloo", verbose=False)
+    parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size=2)
+    over = kernel_compat.ContextParallel(parallel_state_sp.get_sequence_parallel_group)
+    kernel_compat.register_attention(NAME, kernel="flash_attention_reference", context_parallel=over)
+    found = {}
+    with kernel_compat.installed():
+        for stage in (1, 2, 3):
+            model = load(folder / "model", NAME)
+            config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "sequence_parallel_size": 2,
+                "gradient_clipping": 0.0,
+                "zero_optimization": {"stage": stage},
+                "zero_allow_untested_optimizer": True,
+            }
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=parallel_state_sp)
+            share = over.shard(with_labels(), reduction="mean" if stage == 3 else "sum")
+            engine.backward(engine(**share, use_cache=False).loss)
+            engine.step()
+            with deepspeed.zero.GatheredParameters([*model.parameters()], enabled=stage == 3):
+                found[f"stage {stage}"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return found
+
+
+def veomni_groups(folder: Path) -> dict[str, dict[str, Tensor]]:
+    from veomni.distributed.parallel_state import clear_parallel_state, get_parallel_state, init_parallel_state
+
+    found: dict[str, dict[str, Tensor]] = {}
+    with kernel_compat.installed():
+        for name in ("ulysses_size", "cp_size"):
+            clear_parallel_state()
+            init_parallel_state(**{name: 2}, device_type="cpu")
+            found |= over_groups(folder, {name: lambda: get_parallel_state().sp_group})
+    return found
+
+
+def nemo_meshes(folder: Path) -> dict[str, dict[str, Tensor]]:
+    from nemo_automodel.components.distributed.mesh_utils import create_ring_ulysses_mesh
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp_shard", "cp", "tp"))
+    meshes = {"cp": mesh["cp"]}
+    for ring in (1, 2):
+        meshes[f"ring {ring}"] = create_ring_ulysses_mesh(mesh, ring_degree=ring, ulysses_degree=2 // ring)
+    with kernel_compat.installed():
+        return over_groups(folder, meshes)
+
+
 def train(folder: Path, name: str, fsdp2: bool) -> dict[str, Tensor]:
     """The loss of every step of a Trainer, and the parameters after them."""
     from accelerate.state import AcceleratorState, PartialState
@@ -144,7 +221,9 @@ def with_trainer(folder: Path) -> dict[str, dict[str, Tensor]]:
         }
 
 
-CASES: dict[str, Callable[[Path], Any]] = {"ulysses": ulysses, "with_trainer": with_trainer}
+CASES: dict[str, Callable[[Path], Any]] = {
+    case.__name__: case for case in (ulysses, with_trainer, deepspeed_groups, veomni_groups, nemo_meshes)
+}
 
 
 def work(rank: int, case: str, folder: Path) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         unregister_attention,
     )
     from .attention.names import AttentionName, ForwardSpec
+    from .attention.parallel.accelerate_mesh import accelerate_mesh
     from .attention.parallel.sharding import ContextParallel
     from .attention.parallel.ulysses import ulysses
     from .attention.protocols import AttentionForward, MaskFunction
@@ -59,6 +60,7 @@ _HOMES = (
         "patching.report",
         "attention.names",
         "attention.protocols",
+        "attention.parallel.accelerate_mesh",
         "attention.parallel.sharding",
         "attention.parallel.ulysses",
     ),
@@ -93,6 +95,7 @@ __all__ = [
     "UnprotectedWarning",
     "UnprovenWarning",
     "UnsupportedFeatureError",
+    "accelerate_mesh",
     "attention_function",
     "install",
     "installed",

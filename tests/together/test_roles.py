@@ -40,7 +40,7 @@ ARGUMENTS, RECOGNISED, SIZES, STAND_IN = (
 EXEMPT = {
     LIBRARY / "kernels": ("block_table is_causal s_aux", ARGUMENTS),
     LIBRARY / "diagnostics" / "numerics.py": ("_attn_implementation num_key_value_groups", STAND_IN),
-    OPS / "losses" / "causal.py": ("labels shift_labels", ARGUMENTS),
+    OPS / "losses" / "causal.py": ("labels num_items_in_batch shift_labels", ARGUMENTS),
     OPS / "recognisers" / "balancing.py": ("attention_mask", RECOGNISED),
     OPS / "recognisers" / "rotary.py": ("layer_types position_ids", RECOGNISED),
     PROVE / "recipes.py": ("layer_types", SIZES),

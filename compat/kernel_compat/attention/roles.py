@@ -27,6 +27,7 @@ __all__ = [
     "GROUPS",
     "HEAD_DIM",
     "IMPLEMENTATION",
+    "ITEMS",
     "KEY_LENGTH",
     "KEY_OFFSETS",
     "LABELS",
@@ -157,6 +158,8 @@ TARGETS = Role("targets", ("shift_labels",))
 #: Of text models: what they add to the tokens of images between their layers, (tokens, ...) each, and which tokens these are.
 FEATURES_BETWEEN_LAYERS = Role("features of images between layers", ("deepstack_visual_embeds",))
 FEATURES_MASK = Role("tokens of images", ("visual_pos_masks",))
+#: Of losses: the number of targets that a sum over them is divided by.
+ITEMS = Role("number of targets", ("num_items_in_batch",))
 DECODER_TOKENS = Role("tokens of a decoder", ("decoder_input_ids",))
 DECODER_MASK = Role("mask of a decoder", ("decoder_attention_mask",))
 #: The library's own argument of a model's call: the slice that its text model gets of the whole batch, see `BatchSlice`.
@@ -174,7 +177,7 @@ MASK_ARGUMENTS = frozenset(
 )
 _OF_ATTENTION = (
     *(MASK, POSITIONS, *LENGTHS, CAUSALITY, SCALE, SOFTCAP, WINDOW, LOCAL_WINDOW, SINKS, BIAS, PAGES),
-    *(CACHE_POSITIONS, SEQUENCES, TARGETS, USE_CACHE),
+    *(CACHE_POSITIONS, SEQUENCES, TARGETS, ITEMS, USE_CACHE),
 )
 #: Arguments that the layers of any release pass to an attention function, and those that models pass on through their layers
 #: although they change nothing there. Another one that isn't of the model's own call is refused.
@@ -182,7 +185,7 @@ ATTENTION_ARGUMENTS = frozenset(
     {
         *(spelling for role in _OF_ATTENTION for spelling in role.spellings),
         *("module", "query", "key", "value", "dropout", "deterministic", "cache"),
-        *("num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict", "ignore_index"),
+        *("output_hidden_states", "output_router_logits", "return_dict", "ignore_index"),
         *("k_cache", "v_cache"),  # added by the paged cache in a layer, as the pages are, from 5.24 on
     }
 )

@@ -29,7 +29,7 @@ from ..roles import (
 )
 from .split import Interval, rows_of, size
 
-__all__ = ["BatchSlice", "Rows", "positions_in", "sequences_in", "tower_inputs"]
+__all__ = ["BatchSlice", "Rows", "positions_in", "sequences_in", "targets_in", "tower_inputs"]
 
 #: Of labels.
 _IGNORED = -100
@@ -209,6 +209,14 @@ def sequences_in(batch: Mapping[str, Any], rows: int, length: int) -> list[Inter
         return [(row * length + a, row * length + b) for (row, a), (_, b) in zip(starts, stops, strict=True)]
     offsets, at = packing.sequences.cu_seqlens.tolist(), valid.nonzero()[:, 0].tolist()
     return [(at[a], at[b - 1] + 1) for a, b in pairwise(offsets)]
+
+
+def targets_in(batch: Mapping[str, Any]) -> Tensor | None:
+    """The number of targets in a whole batch; None without labels."""
+    targets, labels = TARGETS.of(batch), LABELS.of(batch)
+    if targets is None and labels is not None:
+        targets = labels[..., 1:]
+    return None if targets is None else (targets != _IGNORED).sum()
 
 
 def positions_in(sequences: Sequence[Interval], batch: int, length: int, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ..roles import UNSPLIT
+from ..roles import ITEMS, UNSPLIT
 from .groups import default_group, ranks_source
 from .split import Interval
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["ContextParallel"]
 
 Split = Literal["balanced", "contiguous"]
+Reduction = Literal["sum", "mean"]
 
 #: Rows get a length that this many chunks a rank divide, where they are long enough that padding costs little.
 _CHUNKS, _LONG = 32, 8
@@ -71,7 +72,7 @@ class ContextParallel:
         ranks = self.ranks()
         return None if ranks is None else ranks.group
 
-    def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def shard(self, batch: Mapping[str, Any], *, reduction: Reduction | None = None) -> dict[str, Any]:
         """A model's arguments for this rank's tokens, of those of the whole batch, which every rank passes alike.
 
         Sequences are those of ``cu_seq_lens_q``, or else of the ``attention_mask`` (padding, numbers of packed sequences) and of
@@ -84,17 +85,28 @@ class ContextParallel:
 
         Args:
             batch: with ``input_ids`` (batch, length) or ``inputs_embeds`` (batch, length, hidden size).
+            reduction: of gradients over the ranks: ``"mean"``, as DDP and FSDP do, or ``"sum"``, as DeepSpeed does. With it the share
+                has ``num_items_in_batch``, by which transformers' losses divide, such that the reduced gradients are those of
+                the mean over the targets of the whole batch.
 
         Raises:
-            ValueError: it has no tokens, or padding between two tokens of a sequence.
+            ValueError: it has no tokens, or padding between two tokens of a sequence; or there is no such reduction.
         """
         import torch
 
+        from .batch_slice import targets_in
+
+        if reduction not in (None, *get_args(Reduction)):
+            raise ValueError(f"reduction is one of {', '.join(get_args(Reduction))}, not {reduction!r}")
         group = self.source()
         if group is None:
             return dict(batch)
-        own = self._slice_of(batch, torch.distributed.get_world_size(group), torch.distributed.get_rank(group))
-        return {**batch, **own.of_labels(batch), UNSPLIT: own} if own.inputs else own.of(batch)
+        ranks = torch.distributed.get_world_size(group)
+        own = self._slice_of(batch, ranks, torch.distributed.get_rank(group))
+        share = {**batch, **own.of_labels(batch), UNSPLIT: own} if own.inputs else own.of(batch)
+        if reduction is not None and (targets := targets_in(batch)) is not None:
+            share[ITEMS.named()] = targets / (ranks if reduction == "mean" else 1)
+        return share
 
     def _slice_of(self, batch: Mapping[str, Any], ranks: int, rank: int) -> BatchSlice:
         """A rank's slice of a batch."""

@@ -356,11 +356,13 @@ def sequences_between(offsets: Sequence[int], tokens: int) -> list[Interval]:
 def _sequences_of(layout: PackedLayout, tokens: int) -> list[Interval]:
     """The sequences of a layout as intervals of the flattened tokens. Synchronises once a forward."""
     queries, keys = layout.queries, layout.keys
-    if keys.cu_seqlens is not queries.cu_seqlens or keys.interior_padding:
-        raise _unsupported("queries and keys of other sequences, or padding between tokens", "Pass them as rows.")
     if fixed_shapes(queries.cu_seqlens):
         raise _unsupported("packed sequences in fixed shapes", "Don't compile the model, or pass rows without padding.")
     offsets = offsets_on_host(queries.cu_seqlens)
+    # A copy to another device makes two tensors of one.
+    differ = keys.cu_seqlens is not queries.cu_seqlens and offsets_on_host(keys.cu_seqlens) != offsets
+    if differ or keys.interior_padding:
+        raise _unsupported("queries and keys of other sequences, or padding between tokens", "Pass them as rows.")
     if queries.indices is not None:
         starts = queries.indices[queries.cu_seqlens[:-1].long().clamp(max=len(queries.indices) - 1)].tolist()
         return [(start, start + b - a) for start, (a, b) in zip(starts, pairwise(offsets), strict=True) if a < b]
