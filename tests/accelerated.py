@@ -5,6 +5,7 @@ As a program: `accelerated.py FOLDER RANKS` runs all cases on a number of proces
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -264,4 +265,11 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.PrinterCallback.on_log = lambda *args, **kwargs: None
     target, count = Path(sys.argv[1]), int(sys.argv[2])
+    model("eager")
+    for module in (
+        "peft",
+        "torch.distributed.fsdp",
+    ):  # which a Trainer imports: before the fork, once for all processes
+        if importlib.util.find_spec(module):
+            importlib.import_module(module)
     torch.multiprocessing.start_processes(work, (count, target), count, start_method="fork")
