@@ -201,7 +201,8 @@ def computed(case: Case, name: str, models: Path, over: ContextParallel | None =
 def start(folder: Path, mesh: tuple[int, ...]) -> dict[str, Any]:
     """Run this program; returns its results."""
     named = "x".join(map(str, mesh))
-    for model in {*(case.model for case in cases(mesh).values()), *({"minimax"} & MODELS.keys())}:
+    refusing = {"llama_gqa", *({MIXED, "kimi_linear", "minimax"} & MODELS.keys())}
+    for model in refusing | {case.model for case in cases(mesh).values()}:
         path_of(folder, model)
     done = subprocess.run(
         [sys.executable, __file__, str(folder), named],
