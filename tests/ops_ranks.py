@@ -52,7 +52,10 @@ def of_a_slice(padding_free: bool, in_one_process: bool) -> tuple[Tensor, dict[s
     ids = torch.randint(5, 90, (2, 29))
     mask, labels = torch.ones_like(ids), ids.clone()
     mask[0, 20:], mask[1, :7], labels[0, 20:], labels[1, :8] = 0, 0, -100, -100
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    positions = (mask.cumsum(1) - 1).clamp(
+        min=0
+    )  # `shard`'s: rotations by other ones are rounded otherwise, to float32
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": labels}
     model = build("llama", torch.float64)
     model.set_attn_implementation(ALONE if in_one_process else OVER)
     ops.apply_ops(model, CHUNKED)

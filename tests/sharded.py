@@ -201,7 +201,8 @@ def computed(case: Case, name: str, models: Path, over: ContextParallel | None =
 def start(folder: Path, mesh: tuple[int, ...]) -> dict[str, Any]:
     """Run this program; returns its results."""
     named = "x".join(map(str, mesh))
-    for model in {*(case.model for case in cases(mesh).values()), *({"minimax"} & MODELS.keys())}:
+    refusing = {"llama_gqa", *({MIXED, "kimi_linear", "minimax"} & MODELS.keys())}
+    for model in refusing | {case.model for case in cases(mesh).values()}:
         path_of(folder, model)
     done = subprocess.run(
         [sys.executable, __file__, str(folder), named],
@@ -419,7 +420,7 @@ def refused_mixers(folder: Path, ids: Tensor, positions: Tensor) -> dict[str, st
 
 def encoder(kind: str, name: str, **more: bool) -> Any:
     """A bidirectional model with learned positions."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "num_attention_heads": 4}
     config = transformers.AutoConfig.for_model(kind, **sizes, **more, vocab_size=VOCAB, attn_implementation=name)
     torch.manual_seed(0)
     return transformers.AutoModel.from_config(config, attn_implementation=name).to(torch.float64).eval()
@@ -465,7 +466,12 @@ def of_images(name: str, over: ContextParallel | None = None) -> tuple[Tensor, d
     batch |= {"input_ids": torch.cat([inputs["input_ids"]] * 2), "pixel_values": batch["pixel_values"].double()}
     batch["labels"] = batch["input_ids"]
     model = vision_model(name)
-    loss = model(**(batch if over is None else over.shard(batch)), num_items_in_batch=7, use_cache=False).loss
+    targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    share = {**batch, "shift_labels": targets} if over is None else over.shard(batch)
+    targets = share.pop("shift_labels")
+    del share["labels"]
+    logits = model(**share, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     loss.backward()
     return loss.detach(), {
         key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernel_compat.attention.heads import head_of
 from kernel_compat.attention.parallel.exchange import Exchange, Selection
 from kernel_compat.attention.parallel.plan import AttentionPlan, Spread
 from kernel_compat.attention.parallel.sharding import ContextParallel
@@ -232,3 +234,22 @@ def test_arguments() -> None:
         ContextParallel("ranks")
     with pytest.raises(ValueError, match="a sequence of 7 tokens can't be split evenly over 2 ranks: pad it"):
         TokenSplit.contiguous(7, 2)
+
+
+class SomeForCausalLM:
+    """The forward of Qwen3-VL's class on transformers 5.0."""
+
+    def loss_function(self, logits: Any, labels: Any, **kwargs: Any) -> Any: ...
+
+    def forward(self, labels: Any = None, **kwargs: Any) -> Any:
+        return self.loss_function(logits=labels, labels=labels)
+
+
+class OtherForCausalLM(SomeForCausalLM):
+    def forward(self, labels: Any = None, **kwargs: Any) -> Any:
+        return self.loss_function(logits=labels, labels=labels, **kwargs)
+
+
+def test_a_loss_that_gets_no_targets() -> None:
+    assert not head_of(SomeForCausalLM).takes_targets
+    assert head_of(OtherForCausalLM).takes_targets

@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ..errors import UnprotectedError, UnsupportedFeatureError
+from ..errors import UnprotectedError
 from ..kernels.memo import Memo, scope
 from ..patching.pass_through import described, wrapped_by
 from ..patching.wrapping import functions_beneath
@@ -342,20 +342,20 @@ def with_context(
 
     Args:
         before: called with the model and its arguments by name, except under torch.compile.
-        split: called with the arguments by name and the context of the call around it, likewise.
+        split: called with the arguments by name and the context of the call around it; under torch.compile only where a call is over a whole batch.
     """
     before = torch.compiler.disable(before)  # where a graph breaks, torch.compile may trace it by itself
+    split = torch.compiler.disable(split)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         compiling = torch.compiler.is_compiling()
         arguments, outer, unsplit = arguments_by_name(self, args, kwargs), current_context(), None
-        if not compiling:
+        if not compiling or UNSPLIT in arguments or (outer is not None and outer.unsplit is not None):
             changed, unsplit = split(arguments, outer)
             if changed is not None:
                 args, kwargs, arguments = (), changed, changed
+        if not compiling:
             before(self, arguments)
-        elif UNSPLIT in arguments:
-            raise UnsupportedFeatureError("images and sound under context parallelism", "torch.compile")
         past = cache_of(arguments)
         if past is not None and getattr(_identity_of(past), _IS_PACKED, False):
             if not _is_empty(past):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -48,7 +50,19 @@ def head_of(model_class: type) -> _Head:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     has_means = any(map(_MEANS.search, forward.__code__.co_varnames))
     has_loss = any("loss" in variable for variable in (*forward.__code__.co_varnames, *forward.__code__.co_names))
-    return _Head(has_loss, each or following, predicts_next, each or (predicts_next and takes_any), has_means)
+    takes_targets = each or (predicts_next and takes_any and _passes_keywords(forward))
+    return _Head(has_loss, each or following, predicts_next, takes_targets, has_means)
+
+
+def _passes_keywords(forward: Any) -> bool:
+    """Whether a forward passes its keywords on to its loss function, which Qwen3-VL's on 5.0 doesn't; True if its source isn't there."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    losses = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "loss_function"]
+    return all(any(k.arg is None or k.arg in TARGETS.spellings for k in call.keywords) for call in losses)
 
 
 def require_labels_of_slices(model: Any, arguments: Mapping[str, Any]) -> None:

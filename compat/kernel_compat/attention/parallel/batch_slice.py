@@ -44,12 +44,12 @@ class Rows(NamedTuple):
     Attributes:
         kept: (tokens,) int64, the tokens of the flattened batch in the row; None for all of them in their rows.
         sequences: intervals of the flattened rows. Tokens in none of them are padding.
-        count, length: of the rows.
+        number, length: of the rows.
     """
 
     kept: Tensor | None
     sequences: list[Interval]
-    count: int
+    number: int
     length: int
 
     @classmethod
@@ -144,7 +144,7 @@ class BatchSlice:
         if not isinstance(value, Tensor):
             return False
         dim = _dimension(name, value)
-        return value.ndim > dim > 0 and value.shape[dim - 1 : dim + 1] == self.sizes
+        return value.ndim > dim > 0 and tuple(value.shape[dim - 1 : dim + 1]) == self.sizes
 
     def _sliced(self, name: str, x: Tensor) -> Tensor:
         dim = _dimension(name, x)

@@ -128,10 +128,10 @@ class ContextParallel:
         multiple = ranks * (_CHUNKS if rows.length >= ranks * _CHUNKS * _LONG else 2)
         padded = -(-rows.length // multiple) * multiple
         sequences, offsets, padding = rows.sequences, None, frozenset[Interval]()
-        if padded > rows.length or sequences != rows_of(rows.count, rows.length):
+        if padded > rows.length or sequences != rows_of(rows.number, rows.length):
             behind = padded - rows.length
             moved = [(a + a // rows.length * behind, b + (b - 1) // rows.length * behind) for a, b in sequences]
-            starts = {row * padded for row in range(rows.count + 1)}
+            starts = {row * padded for row in range(rows.number + 1)}
             offsets = sorted({*starts, *(edge for sequence in moved for edge in sequence)})
             sequences, padding = [*pairwise(offsets)], frozenset({*pairwise(offsets)} - {*moved})
         runs = self.split_of(sequences, padded).runs[rank]
