@@ -74,8 +74,8 @@ HEAD_START = 10_000_000
 ALONE, ONE_GPU, OURS, OTHERS = "alone", "one GPU", "ours", "others"
 #: Ours over a group without a mesh: which ranks share heads is chosen for each layer.
 CHOSEN = "as chosen"
-#: Larger differences than this are no rounding.
-ALLOWED = 16.0
+#: Larger differences than this are no rounding: cuDNN alone is 52 from FA2, and a row of another token is thousands away.
+ALLOWED = 100.0
 
 
 @dataclass(frozen=True)
