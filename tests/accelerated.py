@@ -185,9 +185,9 @@ def looped(case: Case, alone: bool = False) -> dict[str, Tensor]:
     return {"loss": torch.stack(losses), "grad_norm": torch.stack(norms), **whole(net)}
 
 
-def refused(ranks: int, folder: Path) -> dict[str, str]:
-    """The messages of what can't be spread, and would be wrong."""
-    spread, data, heads = CASES["keys"], CASES["keys and data"], CASES["keys and heads"]
+def refused(folder: Path) -> dict[str, str]:
+    """The messages of what can't be spread, and would be wrong, on four ranks."""
+    data, heads = CASES["keys and data"], CASES["keys and heads"]
     kernel_compat.register_attention("my_flash_alone", KERNEL)
     kernel_compat.register_attention("my_flash_over_all", KERNEL, context_parallel=ContextParallel())
 
@@ -199,31 +199,29 @@ def refused(ranks: int, folder: Path) -> dict[str, str]:
         return accelerator
 
     def with_buffers() -> None:
-        accelerator = prepare(spread, NAME)
+        accelerator = prepare(data, NAME)
         accelerator.prepare(torch.utils.data.DataLoader(rows(False)))
         with accelerator.maybe_context_parallel(buffers=[torch.zeros(1, 8)], buffer_seq_dims=[1]):
             pass
 
-    def with_trainer(case: Case = spread, **more: Any) -> Any:
+    def with_trainer(case: Case = data, **more: Any) -> Any:
         return trainer(case, folder, **more)
 
     smoothed, of_each = {"label_smoothing_factor": 0.1}, {"average_tokens_across_devices": False}
-    on_two: dict[str, Callable[[], Any]] = {
-        "not spread": lambda: prepare(spread, "my_flash_alone"),
+    runs: dict[str, Callable[[], Any]] = {
+        "not spread": lambda: prepare(data, "my_flash_alone"),
         "buffers": with_buffers,
         "label smoothing": lambda: with_trainer(arguments=smoothed).train(),
         "a loss function": lambda: with_trainer(compute_loss_func=lambda *args, **kwargs: None).train(),
         "a mean of each rank": lambda: with_trainer(arguments=of_each).train(),
-        "metrics": lambda: with_trainer(CASES["keys, replicated"], compute_metrics=lambda of: {}).evaluate(),
+        "metrics": lambda: with_trainer(CASES["keys and heads, replicated"], compute_metrics=lambda of: {}).evaluate(),
         "a Trainer, not spread": lambda: with_trainer(name="my_flash_alone").train(),
-    }
-    on_four: dict[str, Callable[[], Any]] = {
         "another group": lambda: prepare(data, "my_flash_over_all"),
         "sdpa and heads": lambda: prepare(heads, "sdpa"),
         "a Trainer, sdpa and heads": lambda: with_trainer(heads, name="sdpa").train(),
     }
     messages = {}
-    for what, run in (on_two if ranks == 2 else on_four).items():
+    for what, run in runs.items():
         try:
             run()
         except ValueError as error:
@@ -244,8 +242,9 @@ def work(rank: int, ranks: int, folder: Path) -> None:
     for name, case in CASES.items():
         if case.ranks == ranks:
             results |= both(name, case, folder)
-    results["refused"] = [None] * ranks
-    dist.all_gather_object(results["refused"], refused(ranks, folder))
+    if ranks == 4:
+        results["refused"] = [None] * ranks
+        dist.all_gather_object(results["refused"], refused(folder))
     if rank == 0:
         torch.save(results, folder / f"accelerated-{ranks}.pt")
     dist.barrier()

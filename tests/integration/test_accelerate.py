@@ -28,7 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 run = cache(start)
 
 
-@pytest.mark.parametrize("name", CASES)
+#: Those on four ranks have all that those on two have, and data or heads beside it.
+RUNS = [pytest.param(name, marks=pytest.mark.slow if case.ranks == 2 else ()) for name, case in CASES.items()]
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_same_training_as_in_one_process(folder: Path, name: str) -> None:
     case = CASES[name]
     results = run(folder, case.ranks)
@@ -48,7 +52,7 @@ def test_same_training_as_in_one_process(folder: Path, name: str) -> None:
 
 
 def test_refused_on_every_rank(folder: Path) -> None:
-    for messages in run(folder, 2)["refused"]:
+    for rank, messages in enumerate(run(folder, 4)["refused"]):
         assert "does not support attn_implementation='my_flash_alone'" in messages["not spread"]
         assert "maybe_context_parallel" in messages["buffers"]
         assert "label_smoothing_factor" in messages["label smoothing"]
@@ -56,7 +60,6 @@ def test_refused_on_every_rank(folder: Path) -> None:
         assert "average_tokens_across_devices=False" in messages["a mean of each rank"]
         assert "logits of an evaluation" in messages["metrics"]
         assert "does not support attn_implementation='my_flash_alone'" in messages["a Trainer, not spread"]
-    for rank, messages in enumerate(run(folder, 4)["refused"]):
         of_rank = [0, 1] if rank < 2 else [2, 3]
         assert (
             f"over the ranks [0, 1, 2, 3], and accelerate's context parallelism over {of_rank}"
