@@ -101,6 +101,9 @@ TWO = ("-n", "2", "--dist", "worksteal")
 #: processes compiles torch and transformers again, for 10 s.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
+#: The bytecode of sessions with torch, which would each compile the same releases.
+BYTECODE = Path(__file__).parent.absolute() / ".nox" / "bytecode"
+
 
 @nox.session(tags=["ci"])
 def lint(session: nox.Session) -> None:
@@ -148,21 +151,21 @@ def site(session: nox.Session) -> None:
 def core(session: nox.Session) -> None:
     """Unit and integration tests of the core on the newest transformers and torch, without its neighbours. Arguments after -- go to pytest."""
     session.install("--editable", ".[gpu,transformers5-exp]", "--group", "test")
-    session.run("pytest", *TWO, *CORE, *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", *TWO, *CORE, *session.posargs, env=_with_bytecode(session))
 
 
 @nox.session(tags=["ci"])
 def ops(session: nox.Session) -> None:
     """The tests of kernel selection, without the other neighbours. Arguments after -- go to pytest."""
     session.install("--editable", ".[gpu,transformers5-exp]", "--editable", "compat/ops", "--group", "test")
-    session.run("pytest", "tests/ops", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "tests/ops", *session.posargs, env=_with_bytecode(session))
 
 
 @nox.session(tags=["ci"])
 def prove(session: nox.Session) -> None:
     """The tests of the prover, without the other neighbours. Arguments after -- go to pytest."""
     session.install("--editable", ".[gpu,transformers5-exp]", "--editable", "compat/prove", "--group", "test")
-    session.run("pytest", "tests/prove", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "tests/prove", *session.posargs, env=_with_bytecode(session))
 
 
 @nox.session(tags=["ci"])
@@ -176,7 +179,7 @@ def doctor(session: nox.Session) -> None:
 def together(session: nox.Session) -> None:
     """With all neighbours: what needs several, all shims, and what the doctor reads of torch. Arguments after -- go to pytest."""
     session.install("--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "--group", "test")
-    session.run("pytest", *TOGETHER, *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", *TOGETHER, *session.posargs, env=_with_bytecode(session))
 
 
 @nox.session(tags=["ci"])
@@ -210,7 +213,7 @@ def examples(session: nox.Session) -> None:
     session.install(
         "--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "./examples/shim_package", "--group", "examples"
     )
-    session.run("pytest", "tests/examples", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "tests/examples", *session.posargs, env=_with_bytecode(session))
 
 
 @nox.session(name="cpu-matrix")
@@ -237,7 +240,7 @@ def gpu_matrix(session: nox.Session) -> None:
 def versions(session: nox.Session, transformers: str) -> None:
     """The tests that tell one release of transformers from the next. Arguments after -- go to pytest."""
     session.install("--editable", ".", *NEIGHBOURS, *_pins(transformers, TORCH), "--group", "test")
-    session.run("pytest", *ON_TRANSFORMERS, *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", *ON_TRANSFORMERS, *session.posargs, env=_with_bytecode(session))
 
 
 @nox.session
@@ -245,7 +248,7 @@ def versions(session: nox.Session, transformers: str) -> None:
 def torches(session: nox.Session, torch: str, transformers: str) -> None:
     """What depends on torch, `flash_attention_torch` above all, on one release of it. Arguments after -- go to pytest."""
     session.install("--editable", ".[gpu]", *NEIGHBOURS, *_pins(transformers, torch), "--group", "test")
-    session.run("pytest", *ON_TORCH, *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", *ON_TORCH, *session.posargs, env=_with_bytecode(session))
 
 
 @nox.session
@@ -296,6 +299,20 @@ def coverage(session: nox.Session) -> None:
     session.install("--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "--group", "test", "--group", "coverage")
     arguments = ["--cov", "--cov-report", "term:skip-covered", "--cov-report", "xml"]
     session.run("pytest", *TWO, "-m", "", *SUITES, *arguments, *session.posargs, env=ENVIRONMENT)
+
+
+def _with_bytecode(session: nox.Session) -> dict[str, str]:
+    """The environment of a session in which each release of a package has one folder of bytecode, for all sessions."""
+    for info in Path(session.virtualenv.location).absolute().glob("lib/*/site-packages/*.dist-info"):
+        distribution = info.name.removesuffix(".dist-info")
+        package = info.with_name(distribution.partition("-")[0])
+        if package.is_dir():
+            link, shared = BYTECODE / package.relative_to("/"), BYTECODE / distribution
+            shared.mkdir(parents=True, exist_ok=True)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.unlink(missing_ok=True)
+            link.symlink_to(shared)
+    return {**ENVIRONMENT, "PYTHONPYCACHEPREFIX": str(BYTECODE)}
 
 
 def _on(device: str, arguments: list[str]) -> list[str]:
