@@ -427,7 +427,7 @@ class Judge:
         exact = one.exact
         apart = [_apart(value, exact.get(axis, "")) for axis, value in asked.items()]
         newest = _newest(tuple([exact.get(axis, "") for axis in self._versions]))
-        return [minor for minor, _ in apart], [patch for _, patch in apart], newest, one.past.cell
+        return *zip(*apart, strict=True), newest, one.past.cell  # all minor releases, then all patches
 
     def _cells(self, on: Mapping[str, Mapping[str, str]]) -> dict[Cell, str]:
         """The cells of the request, each with the reason why it is excluded; empty for one that isn't."""
