@@ -266,37 +266,42 @@ class TestS5SinksAndSoftcapDropped:
 class TestS6Fa4TakenForFa2:
     """Packages with metadata like pip's, in a separate process that reports a GPU."""
 
-    def answers(self, tmp_path: Path, install: bool) -> list[bool]:
-        info = tmp_path / "flash_attn_4-4.0.0b36.dist-info"
-        (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
-        (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("")
+    @pytest.fixture(scope="class")
+    def answers(self, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[bool]]:
+        """The answers with the library installed, and after its removal."""
+        folder = tmp_path_factory.mktemp("fa4")
+        info = folder / "flash_attn_4-4.0.0b36.dist-info"
+        (folder / "flash_attn" / "cute").mkdir(parents=True)
+        (folder / "flash_attn" / "cute" / "__init__.py").write_text("")
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0b36\n")
         (info / "RECORD").write_text("flash_attn/cute/__init__.py,,\n")
         (info / "top_level.txt").write_text("flash_attn\n")
         script = f"""
             import sys, json
-            sys.path.insert(0, {str(tmp_path)!r})
+            sys.path.insert(0, {str(folder)!r})
             import torch
             torch.cuda.is_available = lambda: True
-            if {install}:
-                import kernel_compat
-                assert kernel_compat.install()["tf5_fa4_namespace"].state == "applied"
+            import kernel_compat
+            assert kernel_compat.install()["tf5_fa4_namespace"].state == "applied"
             import transformers.modeling_utils as m, transformers.utils as u
-            print(json.dumps([u.is_flash_attn_2_available(), m.is_flash_attn_2_available()]))
+            ours = [u.is_flash_attn_2_available(), m.is_flash_attn_2_available()]
+            kernel_compat.uninstall()
+            upstream = [u.is_flash_attn_2_available(), m.is_flash_attn_2_available()]
+            print(json.dumps(dict(ours=ours, upstream=upstream)))
         """
         run = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, check=False
         )
         assert run.returncode == 0, run.stderr
-        answers: list[bool] = json.loads(run.stdout.splitlines()[-1])
+        answers: dict[str, list[bool]] = json.loads(run.stdout.splitlines()[-1])
         return answers
 
-    def test_upstream(self, tmp_path: Path) -> None:
-        assert self.answers(tmp_path, install=False) == [True, True]
+    def test_upstream(self, answers: dict[str, list[bool]]) -> None:
+        assert answers["upstream"] == [True, True]
 
-    def test_ours(self, tmp_path: Path) -> None:
-        assert self.answers(tmp_path, install=True) == [False, False]
+    def test_ours(self, answers: dict[str, list[bool]]) -> None:
+        assert answers["ours"] == [False, False]
 
 
 class Asked(Exception):
