@@ -56,18 +56,22 @@ function pasted(text, typed) {
   return { transformers: found.transformers || "", torch: found.torch || "", "flash-attn": own[0] || "none" };
 }
 
-// A version as its release, its suffix, and whether it is a pre-release; null for anything else.
-function version(text) {
-  if (!versions.has(text)) versions.set(text, parsed(text));
-  return versions.get(text);
+// A function of one argument that computes each value once.
+function memoised(compute) {
+  const values = new Map();
+  return (key) => {
+    if (!values.has(key)) values.set(key, compute(key));
+    return values.get(key);
+  };
 }
-const versions = new Map();
-function parsed(text) {
+
+// A version as its release, its suffix, and whether it is a pre-release; null for anything else.
+const version = memoised((text) => {
   const found = /^(\d+(?:\.\d+){0,3})((?:a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(?:[+ ].*)?$/.exec(text);
   if (!found) return null;
   const suffix = found.slice(2).map((one) => one || "").join("");
   return { release: found[1].split(".").map(Number), suffix, early: Boolean(found[2] || found[4]) };
-}
+});
 
 const equal = (a, b) => a.suffix === b.suffix && [0, 1, 2, 3].every((place) => (a.release[place] || 0) === (b.release[place] || 0));
 const begins = (a, b, most) => a.release.slice(0, most).every((part, place) => place >= b.release.length || part === b.release[place]);
@@ -88,7 +92,7 @@ function same(asked, tested) {
 }
 
 // Major, minor and micro; zeros for what isn't a version.
-const numbers = (text) => [0, 1, 2].map((place) => version(text || "")?.release[place] || 0);
+const numbers = memoised((text) => [0, 1, 2].map((place) => version(text || "")?.release[place] || 0));
 
 // The combination as it is meant on a device: there no FlashAttention may mean torch's own.
 function meantOn(asked, device) {
@@ -229,10 +233,12 @@ function answer(asked) {
   const fit = newest.length || !ended.length ? newest : MATRIX.earlier.filter((one) => !differ(one).length && !other(one).length);
   const meant = refusing(asked);
   const refused = fit.length ? "" : deciding(meant);
-  const far = new Map([MATRIX.cells, MATRIX.earlier].flatMap((some) => some.map((one, place) => [one, one.exact && [...distance(one, on[one.cell.device], axes), place]])));
+  const places = new Map([MATRIX.cells, MATRIX.earlier].flatMap((some) => some.map((one, place) => [one, place])));
+  const far = memoised((one) => [...distance(one, on[one.cell.device], axes), places.get(one)]);
   const near = (a, b) => {
-    const place = far.get(a).findIndex((part, number) => part !== far.get(b)[number]);
-    return place < 0 ? 0 : far.get(a)[place] - far.get(b)[place];
+    const [there, here] = [far(a), far(b)];
+    const place = there.findIndex((part, number) => part !== here[number]);
+    return place < 0 ? 0 : there[place] - here[place];
   };
   const last = new Map();
   for (const one of (fit.length ? [...fit] : refused ? [] : ended).sort((a, b) => (a.began < b.began ? -1 : Number(a.began > b.began)))) {
