@@ -215,7 +215,9 @@ def loss_of(model: Any, over: ContextParallel | None = None, seed: int = 0, leng
     """The sum over two rows of tokens that are drawn by a seed; a rank's share under `over`."""
     ids = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(seed))
     targets = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
-    share = {"input_ids": ids, "shift_labels": targets} if over is None else over.shard({"input_ids": ids, "labels": ids})
+    share = (
+        {"input_ids": ids, "shift_labels": targets} if over is None else over.shard({"input_ids": ids, "labels": ids})
+    )
     targets = share.pop("shift_labels")
     share.pop("labels", None)
     logits = model(**share, use_cache=False).logits
