@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 import transformers
+from autograd_scenarios import SCENARIOS
 from ranks import EXPERTS, KERNEL
 from small_mixers import MODELS, InDouble
 from tiny import CAUSAL_LMS, QWEN_VL, SHAPE, TRANSFORMERS, VOCAB, load, randomize, save, saved, two_images
@@ -198,6 +199,31 @@ def computed(case: Case, name: str, models: Path, over: ContextParallel | None =
     return loss.detach(), whole[:, :LENGTH] * mask[..., None], gradients
 
 
+def of_scenarios(name: str, models: Path, over: ContextParallel | None = None) -> dict[str, dict[str, Tensor]]:
+    """The gradients that each scenario leaves; each rank's share under `over`."""
+    gradients = {}
+    for what, scenario in SCENARIOS.items():
+        model = load(saved(models, "llama_gqa"), name).to(torch.float64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # anomaly detection says that it is on
+            scenario(model, partial(loss_of, model, over))
+        gradients[what] = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return gradients
+
+
+def loss_of(model: Any, over: ContextParallel | None = None, seed: int = 0, length: int = LENGTH) -> Tensor:
+    """The sum over two rows of tokens that are drawn by a seed; a rank's share under `over`."""
+    ids = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(seed))
+    targets = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+    share = (
+        {"input_ids": ids, "shift_labels": targets} if over is None else over.shard({"input_ids": ids, "labels": ids})
+    )
+    targets = share.pop("shift_labels")
+    share.pop("labels", None)
+    logits = model(**share, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
 def start(folder: Path, mesh: tuple[int, ...]) -> dict[str, Any]:
     """Run this program; returns its results."""
     named = "x".join(map(str, mesh))
@@ -243,6 +269,10 @@ def work(rank: int, mesh: tuple[int, ...], folder: Path) -> None:
         except Exception as error:
             raise RuntimeError(f"the case {name!r}") from error
         results[name] = summed(loss), logits, {key: summed(gradient) for key, gradient in gradients.items()}
+    results["scenarios"] = {
+        what: {key: summed(gradient) for key, gradient in gradients.items()}
+        for what, gradients in of_scenarios(NAMES["balanced"], folder, over["balanced"]).items()
+    }
     results["encoder"] = encoded(NAMES["balanced"], over["balanced"])
     loss, gradients = of_images(NAMES["balanced"], over["balanced"])
     results["images"] = summed(loss), {key: summed(gradient) for key, gradient in gradients.items()}
@@ -351,6 +381,12 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
         model(input_ids=ids[:, :1], position_ids=positions[:, :1] + 8, past_key_values=cache)
     except (ValueError, kernel_compat.UnsupportedFeatureError) as error:
         messages["a cache"] = str(error)
+    penalized = load(saved(folder, "llama_gqa"), NAMES["balanced"])
+    (gradient,) = torch.autograd.grad(loss_of(penalized, over), penalized.model.embed_tokens.weight, create_graph=True)
+    try:
+        gradient.square().sum().backward()
+    except RuntimeError as error:
+        messages["gradients of gradients"] = str(error)
     kernel_compat.register_attention(ALONE, KERNEL)
     alone = load(saved(folder, "llama_gqa"), ALONE)
     with torch.no_grad():

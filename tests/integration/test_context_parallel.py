@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sharded import CASES, NAMES, OF_FUNCTIONS, cases, encoded, judged, of_images, start
+from sharded import CASES, NAMES, OF_FUNCTIONS, cases, encoded, judged, of_images, of_scenarios, start
 from small_mixers import MODELS
 from tiny import NAME, TRANSFORMERS
 
@@ -45,6 +45,9 @@ def expected(folder: Path, name: str) -> Any:
     return judged(CASES[name], NAME, folder)
 
 
+expected_scenarios = cache(partial(of_scenarios, NAME))
+
+
 @pytest.mark.parametrize(("results", "name"), RUNS, indirect=["results"])
 def test_same_numbers_as_one_process(results: dict[str, Any], folder: Path, name: str) -> None:
     loss, logits, gradients = results[name]
@@ -56,6 +59,15 @@ def test_same_numbers_as_one_process(results: dict[str, Any], folder: Path, name
     assert gradients.keys() == expected_gradients.keys()
     for parameter, gradient in expected_gradients.items():
         assert (gradients[parameter] - gradient).norm() <= allowed * gradient.norm(), parameter
+
+
+def test_scenarios_of_autograd(results: dict[str, Any], folder: Path) -> None:
+    scenarios = results["scenarios"]
+    for what, gradients in expected_scenarios(folder).items():
+        assert scenarios[what].keys() == gradients.keys(), what
+        assert gradients, what
+        for parameter, gradient in gradients.items():
+            assert (scenarios[what][parameter] - gradient).norm() <= 1e-6 * gradient.norm(), (what, parameter)
 
 
 def test_an_encoder(results: dict[str, Any]) -> None:
@@ -93,6 +105,7 @@ def test_refused_on_every_rank(results: dict[str, Any]) -> None:
         if TRANSFORMERS.release >= (5, 24):
             assert "a mask besides padding, causality and a window" in messages["text both ways"]
         assert "9 keys beside 1 queries, as with a cache" in messages["a cache"]
+        assert "differentiate twice" in messages["gradients of gradients"]
         assert float(messages["skipped"]) == 0
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernel_compat.attention.heads import head_of
 from kernel_compat.attention.parallel.exchange import Exchange, Selection
 from kernel_compat.attention.parallel.plan import AttentionPlan, Spread
+from kernel_compat.attention.parallel.runs import indices_of
 from kernel_compat.attention.parallel.sharding import ContextParallel
 from kernel_compat.attention.parallel.split import Interval, TokenSplit
 from kernel_compat.kernels.options import Options
@@ -154,6 +155,21 @@ def _returned(rows: list[Tensor], exchanges: list[Exchange], rank: int) -> Tenso
     """What comes back to a rank, as it had sent it."""
     parts = [_by_rank(x, e.receives, n)[rank] for n, (x, e) in enumerate(zip(rows, exchanges, strict=True))]
     return torch.cat([parts[rank], *parts[:rank], *parts[rank + 1 :]])
+
+
+def test_a_plan_of_inference_mode_is_one_for_training() -> None:
+    """Kernels save lengths for the backward pass, which tensors of inference mode can't be saved for."""
+    with torch.inference_mode():
+        plan = Spread(TokenSplit.contiguous(64, 4), [(0, 30), (30, 64)], 1, (True, (-1, -1))).plan(3, 2, 1, CPU)
+    assert not any(x.is_inference() for call in plan.calls for x in call.lengths if isinstance(x, Tensor))
+    for selection in (plan.to_queries.sent, plan.queries, plan.keys):
+        assert selection is None or not selection.index.is_inference()
+
+
+def test_indices_are_made_on_their_device() -> None:
+    """Not on torch's default one."""
+    with torch.device("meta"):
+        assert indices_of([(3, 2), (0, 1)], CPU).tolist() == [3, 4, 0]
 
 
 def test_a_window_needs_the_neighbours_keys_alone() -> None:

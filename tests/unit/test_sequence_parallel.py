@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import kernel_compat
-from kernel_compat import UnsupportedFeatureError, ulysses
+from kernel_compat import ContextParallel, UnsupportedFeatureError, ulysses
 from kernel_compat.attention.parallel.ulysses import gathering_mask_function
 
 RANK, RANKS, LENGTH = 1, 4, 6
@@ -334,6 +335,40 @@ def test_a_function_that_returns_the_group_at_each_call() -> None:
     groups.pop(0)
     with pytest.raises(TypeError, match="not 'none'"):
         spread(CAUSAL, *qkv(), None)
+
+
+def test_a_mesh_behind_another_default_group() -> None:
+    """Equal to the one before, whose group is gone."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    over = ContextParallel(lambda: mesh)
+    first = over.ranks()
+    assert over.ranks() is first
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    second = over.ranks()
+    assert first is not None
+    assert second is not None
+    assert dist.get_process_group_ranks(second.group) == [0, 1, 2, 3]
+    assert second.group is not first.group
+
+
+def test_ranks_in_the_order_of_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second dimension's share heads: neighbours in the group."""
+    mesh = dist.DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]))
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        ranks = ContextParallel(mesh).ranks()
+        assert ranks is not None
+        assert dist.get_process_group_ranks(ranks.group) == [0, 2, 1, 3]
+
+    def new_group(ranks: list[int], *, use_local_synchronization: bool) -> None:
+        """torch 2.11's."""
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(
+        ValueError, match=r"are \[\[0, 2\], \[1, 3\]\]: this torch makes groups in ascending order alone"
+    ):
+        ContextParallel(mesh).ranks()
 
 
 def test_a_group_that_is_not_there_yet() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
 __all__ = ["Exchange", "Selection", "Transfer", "exchanged"]
@@ -74,6 +75,7 @@ class _Taken(torch.autograd.Function):  # type: ignore[misc]
         return x.index_select(0, selection.index)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.selection.added(gradient), None
 
@@ -85,6 +87,7 @@ class _Put(torch.autograd.Function):  # type: ignore[misc]
         return selection.added(x)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.index_select(0, ctx.selection.index), None
 
@@ -162,6 +165,7 @@ class _Launched(torch.autograd.Function):  # type: ignore[misc]
         return transfer.send(x, back=False)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         return ctx.transfer.wait(), None
 
@@ -174,6 +178,7 @@ class _Arrived(torch.autograd.Function):  # type: ignore[misc]
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.transfer.send(gradient, back=True)
         # The gradient comes at the launch. Autograd wants some tensor of this shape.

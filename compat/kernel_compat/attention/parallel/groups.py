@@ -29,7 +29,7 @@ def ranks_source(group: Any, head_ranks: int | None) -> Callable[[], Ranks | Non
     if not _is_plane(group) and not _is_function(group):
         source = group_source(group)
         return lambda: None if (current := source()) is None else Ranks(current, head_ranks)
-    of_meshes: dict[Any, Ranks] = {}
+    of_meshes: dict[tuple[Any, Any], Ranks] = {}
 
     def ranks() -> Ranks | None:
         current = group() if _is_function(group) else group
@@ -37,9 +37,10 @@ def ranks_source(group: Any, head_ranks: int | None) -> Callable[[], Ranks | Non
             return None
         if not _is_plane(current):
             return Ranks(process_group(current), head_ranks)
-        if current not in of_meshes:
-            of_meshes[current] = _ranks_of(current)
-        return of_meshes[current]
+        key = current, default_group()  # behind a new default group a mesh is equal to one of the last
+        if key not in of_meshes:
+            of_meshes[key] = _ranks_of(current)
+        return of_meshes[key]
 
     return ranks
 
@@ -60,8 +61,17 @@ def _ranks_of(mesh: DeviceMesh) -> Ranks:
     import torch.distributed as dist
 
     ranks = mesh.mesh.flatten().tolist()
-    # The others of the default group needn't make it, and wait for nothing.
-    flat = dist.new_group(ranks, use_local_synchronization=True)
+    # A group has its ranks in ascending order otherwise, and others would share heads.
+    order = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    try:
+        # The others of the default group needn't make it, and wait for nothing.
+        flat = dist.new_group(ranks, use_local_synchronization=True, **order)
+    except TypeError as error:
+        if not order:
+            raise
+        raise ValueError(
+            f"the ranks of a mesh of two dimensions are {mesh.mesh.tolist()}: this torch makes groups in ascending order alone"
+        ) from error
     return Ranks(flat, mesh.size(1))
 
 

@@ -124,7 +124,8 @@ class Spread:
         """
         key = rank, head_ranks, kv_heads, device
         if key not in self._plans:
-            self._plans[key] = self._plan(*key)
+            with torch.inference_mode(False):  # a kernel of the next forward may save them for its backward
+                self._plans[key] = self._plan(*key)
         return self._plans[key]
 
     def _plan(self, rank: int, head_ranks: int, kv_heads: int, device: torch.device) -> AttentionPlan:

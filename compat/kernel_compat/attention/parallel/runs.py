@@ -19,8 +19,9 @@ def indices_of(runs: Sequence[Run], device: torch.device, step: int = 1) -> Tens
     ends = [*accumulate((count for _, count in runs), initial=0)]
     # With a multiple of the place added, each token's index.
     bases = [first - end * step for (first, _), end in zip(runs, ends, strict=False)]
-    table = torch.tensor([bases, [count for _, count in runs]], dtype=torch.int64)
+    table = torch.tensor([bases, [count for _, count in runs]], dtype=torch.int64, device="cpu")
     if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
+        table = table.pin_memory()
+    table = table.to(device, non_blocking=True)
     places = torch.arange(ends[-1], device=device)
     return torch.repeat_interleave(table[0], table[1], output_size=ends[-1]).add_(places, alpha=step)

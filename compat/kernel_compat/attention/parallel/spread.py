@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...errors import UnsupportedFeatureError
 from ...kernels import Functions, Kernel
@@ -153,6 +154,7 @@ class _Joined(torch.autograd.Function):  # type: ignore[misc]
         return out.view_as(out)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         return gradient, *(torch.zeros_like(x) for x in ctx.saved_tensors)
 
