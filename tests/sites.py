@@ -113,7 +113,7 @@ def bare(tmp_path: Path) -> Callable[..., Any]:
     """
     needed = tmp_path / "needed"
     needed.mkdir()
-    for name in ("packaging", "pynvml"):
+    for name in ("packaging", "pynvml", "wrapt"):
         spec = importlib.util.find_spec(name)
         assert spec is not None
         assert spec.origin is not None

@@ -169,7 +169,9 @@ class Spread:
         return self._shares[head_ranks]
 
 
-@lru_cache(4)  # types of layers with other windows, and the next steps, often have the same; a plan of a million tokens has 64 MiB
+@lru_cache(
+    4
+)  # types of layers with other windows, and the next steps, often have the same; a plan of a million tokens has 64 MiB
 def spread_of(
     split: TokenSplit, sequences: tuple[Interval, ...], batch: int, pattern: tuple[bool, tuple[int, int]]
 ) -> Spread:
