@@ -5,6 +5,7 @@ As a program: `accelerated.py FOLDER RANKS` runs all cases on a number of proces
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -271,4 +272,5 @@ if __name__ == "__main__":
     ):  # which a Trainer imports: before the fork, once for all processes
         if importlib.util.find_spec(module):
             importlib.import_module(module)
+    gc.freeze()  # a Trainer collects garbage: among what was imported there is none
     torch.multiprocessing.start_processes(work, (count, target), count, start_method="fork")
