@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 import transformers
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, GradientState
+from fsdp2 import set_fsdp2
 from ranks import KERNEL
 from small_mixers import InDouble
 from tiny import NAME, SHAPE, VOCAB
@@ -104,14 +104,7 @@ _init = AcceleratorState.__init__
 def _sharding(self: Any, *args: Any, **kwargs: Any) -> None:
     _init(self, *args, **kwargs)
     if "fsdp_plugin" not in AcceleratorState._shared_state:
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=False,
-        )
-        AcceleratorState._shared_state |= {"fsdp_plugin": plugin, "distributed_type": DistributedType.FSDP}
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        set_fsdp2()
 
 
 def trainer(case: Case, folder: Path, alone: bool = False, name: str = NAME, **more: Any) -> Any:
@@ -272,5 +265,5 @@ if __name__ == "__main__":
     ):  # which a Trainer imports: before the fork, once for all processes
         if importlib.util.find_spec(module):
             importlib.import_module(module)
-    gc.freeze()  # a Trainer collects garbage: among what was imported there is none
+    gc.freeze()  # a Trainer runs the garbage collector, which needn't look at the modules
     torch.multiprocessing.start_processes(work, (count, target), count, start_method="fork")

@@ -164,8 +164,7 @@ def nemo_meshes(folder: Path) -> dict[str, dict[str, Tensor]]:
 
 def train(folder: Path, name: str, fsdp2: bool) -> dict[str, Tensor]:
     """The loss of every step of a Trainer, and the parameters after them."""
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from fsdp2 import set_fsdp2
 
     words = transformers.AutoTokenizer.from_pretrained(folder / "model")
     rows = [words(text, padding="max_length", max_length=16, truncation=True) for text in sentences()]
@@ -188,14 +187,7 @@ def train(folder: Path, name: str, fsdp2: bool) -> dict[str, Tensor]:
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
             if fsdp2:  # which accelerate leaves out without a GPU
-                plugin = FullyShardedDataParallelPlugin(
-                    fsdp_version=2,
-                    auto_wrap_policy="transformer_based_wrap",
-                    transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-                    cpu_ram_efficient_loading=False,
-                )
-                AcceleratorState._shared_state |= {"fsdp_plugin": plugin, "distributed_type": DistributedType.FSDP}
-                PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+                set_fsdp2()
                 self.is_fsdp_enabled = True
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
