@@ -48,12 +48,8 @@ def lines(tokens: int, args: argparse.Namespace) -> Iterator[str]:
         for ranks in args.ranks:
             pairs = (ranks * tokens) ** 2 / 2 / ranks
             flops = 4 * pairs * DIM * heads[0]
-            most = max(
-                n
-                for n in range(1, ranks + 1)
-                if ranks % n == 0 and heads[0] % n == 0 and (heads[1] % n == 0 or n % heads[1] == 0)
-            )
-            chosen = spread_of(ranks)[0].head_ranks(*heads)
+            spread, _ = spread_of(ranks)
+            most, chosen = spread.choices(*heads)[-1], spread.head_ranks(*heads)
             texts = [name, str(ranks), f"{flops / 1e12:.1f}", f"{flops / args.tflops / 1e9:.2f}"]
             for head_ranks in (1, most, chosen):
                 sent, seconds = of_a_rank(ranks, heads, head_ranks, tokens, args)

@@ -61,7 +61,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
         lse: (batch, heads, length) or (heads, tokens). Infinite, of any sign, for a query that sees no key.
         sinks: (heads,).
     """
-    if _runs_triton(out):
+    if runs_triton(out):
         from .triton_sinks import add_sinks
 
         return add_sinks(out, lse, sinks)
@@ -76,7 +76,7 @@ def _gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) ->
 
     A kernel leaves the output of tokens behind the last sequence unwritten.
     """
-    if _runs_triton(out):
+    if runs_triton(out):
         from .triton_sinks import gradient_of_sinks
 
         return gradient_of_sinks(grad, out, lse, sinks)
@@ -87,7 +87,7 @@ def _gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) ->
     return -(shares if shares.ndim == 2 else shares.sum(0)).sum(-1).to(sinks.dtype)
 
 
-def _runs_triton(tensor: Tensor) -> bool:
+def runs_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda and _HAS_TRITON
 
 

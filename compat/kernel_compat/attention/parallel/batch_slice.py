@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -27,9 +28,10 @@ from ..roles import (
     TARGETS,
     TOKENS,
 )
+from .runs import tokens_of
 from .split import Interval, rows_of, size
 
-__all__ = ["BatchSlice", "Rows", "positions_in", "sequences_in", "targets_in", "tower_inputs"]
+__all__ = ["BatchSlice", "Rows", "sequences_in", "targets_in", "tower_inputs"]
 
 #: Of labels.
 _IGNORED = -100
@@ -53,12 +55,14 @@ class Rows(NamedTuple):
     length: int
 
     @classmethod
-    def of_batch(cls, sequences: list[Interval], batch: int, length: int, padding_free: bool) -> Rows:
+    def of_batch(
+        cls, sequences: list[Interval], batch: int, length: int, padding_free: bool, device: torch.device
+    ) -> Rows:
         """The rows of a batch, of whose sequences these are the intervals."""
         tokens = size(sequences)
         if not padding_free or tokens in (0, batch * length):
             return cls(None, sequences, batch, length)
-        kept = torch.cat([torch.arange(start, stop) for start, stop in sequences])
+        kept = tokens_of(sequences, device)
         edges = accumulate((stop - start for start, stop in sequences), initial=0)
         return cls(kept, [*pairwise(edges)], 1, tokens)
 
@@ -69,22 +73,22 @@ class BatchSlice:
 
     Attributes:
         sizes: the number of rows and their length in the batch.
+        sequences: intervals of the flattened batch.
         rows: what is split of it.
         columns: (tokens,) int64, the rank's columns of the rows, which are padded to a length that can be split.
         padded: that length.
         offsets: where sequences begin and end in the flattened rows, padding as sequences of its own; None where each row is one.
         padding: the intervals of padding among them.
-        positions: (batch, length), of tokens in their sequences.
         inputs: names of the batch's inputs of images, videos and sound, which have no dimension of tokens.
     """
 
     sizes: tuple[int, int]
+    sequences: list[Interval]
     rows: Rows
     columns: Tensor
     padded: int
     offsets: list[int] | None
     padding: frozenset[Interval]
-    positions: Tensor
     inputs: frozenset[str]
 
     def of(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +110,7 @@ class BatchSlice:
         if masks is not None:
             own.pop(MASK.named(arguments))
         if positions is None:
-            own[POSITIONS.named()] = self.positions
+            own[POSITIONS.named()] = self._positions
         elif positions.ndim == 2 and len(positions) == 1:
             own[POSITIONS.named(arguments)] = positions.expand(self.sizes[0], -1)
         if labels is not None and labels.shape == self.sizes and TARGETS.of(arguments) is None:
@@ -138,6 +142,15 @@ class BatchSlice:
         at = torch.tensor(self.offsets, dtype=torch.int32, device=self.columns.device)
         longest = max(stop - start for start, stop in pairwise(self.offsets))
         return {role.named(): value for role, value in zip(LENGTHS, (at, at, longest, longest), strict=True)}
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        """(batch, length), of tokens in their sequences; 0 for padding."""
+        device = self.columns.device
+        positions = torch.zeros(self.sizes, dtype=torch.int64, device=device)
+        counts = tokens_of([(0, stop - start) for start, stop in self.sequences], device)
+        positions.view(-1)[tokens_of(self.sequences, device)] = counts
+        return positions
 
     def _has_tokens(self, name: str, value: Any) -> bool:
         """Whether an argument has a value for each token: dimensions of the batch and of the length, the last ones of positions."""
@@ -174,7 +187,7 @@ def _dimension(name: str, x: Tensor) -> int:
 
 
 def tower_inputs(batch: Mapping[str, Any], sizes: tuple[int, int]) -> frozenset[str]:
-    """The names of a batch's inputs of images, videos and sound; without those that have a value for each token."""
+    """The names of a batch's images, videos and sound, such as ``pixel_values``. An input with a value for each token is none of them."""
     return frozenset(
         name
         for name, value in batch.items()
@@ -217,14 +230,6 @@ def targets_in(batch: Mapping[str, Any]) -> Tensor | None:
     if targets is None and labels is not None:
         targets = labels[..., 1:]
     return None if targets is None else (targets != _IGNORED).sum()
-
-
-def positions_in(sequences: Sequence[Interval], batch: int, length: int, device: torch.device) -> Tensor:
-    """Those of tokens in their sequences; 0 for padding."""
-    positions = torch.zeros(batch * length, dtype=torch.int64)
-    for start, stop in sequences:
-        positions[start:stop] = torch.arange(stop - start)
-    return positions.view(batch, length).to(device)
 
 
 def _counted(positions: Tensor, padding: Iterable[Interval]) -> Tensor:

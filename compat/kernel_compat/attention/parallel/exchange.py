@@ -1,8 +1,7 @@
-"""Rows that travel between ranks: each rank sends every other one those that it needs, while something else is computed."""
+"""Rows that travel between ranks. Each rank sends every other rank the rows that it needs, and computes something else meanwhile."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +12,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
+from ...kernels.sinks import runs_triton
+
 __all__ = ["Exchange", "Selection", "Transfer", "exchanged"]
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+#: Of what the sums in Triton take.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,17 +57,13 @@ class Selection:
         if not len(self.order):
             return x.new_zeros(len(self.offsets) - 1, *x.shape[1:])
         rows = x.flatten(1)
-        if _runs_triton(rows):
+        if rows.dtype in _DTYPES and runs_triton(rows):
             from .triton_sums import sums_of_rows
 
             sums = sums_of_rows(rows, self.order, self.offsets)
         else:
             sums = embedding_bag(self.order, rows, self.offsets, mode="sum", include_last_offset=True)
         return sums.unflatten(1, x.shape[1:])
-
-
-def _runs_triton(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and _HAS_TRITON
 
 
 class _Taken(torch.autograd.Function):  # type: ignore[misc]
@@ -97,7 +95,8 @@ class Exchange:
     """The rows that a rank sends and gets.
 
     Attributes:
-        sent: of the rank's rows, first those that stay and then those of the other ranks, in order; None for all of them in order.
+        sent: which rows the rank sends: first those that stay on it, then those that go to the other ranks, in the order of the ranks.
+            None if these are all of its rows in order.
         sends, receives: the numbers of rows that go to and come from each rank, itself included.
     """
 
@@ -114,7 +113,7 @@ class Exchange:
         return Transfer(x, self.receives, self.sends, group)
 
     def arrived_back(self, transfer: Transfer) -> Tensor:
-        """The rank's rows, of which those that had gone to several ranks are added."""
+        """The rank's rows. If a row went to several ranks, it is the sum of what came back of it."""
         x = transfer.arrived()
         return x if self.sent is None else self.sent.put(x)
 
@@ -186,5 +185,5 @@ class _Arrived(torch.autograd.Function):  # type: ignore[misc]
 
 
 def exchanged(x: Tensor, exchange: Exchange, group: dist.ProcessGroup) -> Tensor:
-    """From a rank's rows (rows, ...) to those that it gets, as `Exchange.launch` orders them."""
+    """Send a rank's rows (rows, ...), and wait for those that it gets. `Exchange.launch` says in which order they come."""
     return exchange.launch(x, group).arrived()

@@ -30,7 +30,7 @@ from .all_to_all import exchanged_evenly
 from .checks import on_every_rank
 from .exchange import exchanged
 from .plan import Halo, plan_halo
-from .runs import indices_of
+from .runs import tokens_of
 from .sharding import ContextParallel
 from .split import Interval, TokenSplit, rows_of
 from .spread import require_positions_of, sequences_between
@@ -167,7 +167,7 @@ class _Plan:
         #: Each sequence as a row of its own, in groups of rows.
         self.rows: Rows = grouped_rows(sequences, True, device)
         held = [run for rank in range(self.ranks) for run in split.held(rank, self.batch)]
-        in_batch = indices_of([(start, stop - start) for start, stop in held], device)
+        in_batch = tokens_of(held, device)
         place = torch.empty_like(in_batch)
         place[in_batch] = torch.arange(len(in_batch), device=device)
         #: All ranks' tokens arrive in the order of the ranks. `to_rows` has the place among them of each token in the rows, and

@@ -50,7 +50,7 @@ class AttentionPlan:
         units: for queries, and for keys and values.
         to_heads: the exchange of the rows of queries; None if each rank computes all heads of its own tokens.
         to_queries: the exchange of the rows of keys and values.
-        queries, keys: those that the calls compute, among the rows that have come; None for all of them in order.
+        queries, keys: which of the rows that have come the calls compute; None for all of them in order.
         calls: of the kernel.
     """
 
@@ -99,11 +99,14 @@ class Spread:
     def head_ranks(self, heads: int, kv_heads: int) -> int:
         """How many neighbouring ranks share the heads of their tokens, such that as little as possible travels."""
         if (heads, kv_heads) not in self._head_ranks:
-            ranks = len(self._held)
-            shares = [n for n in range(1, ranks + 1) if not (ranks % n or heads % n or (kv_heads % n and n % kv_heads))]
-            best = min(shares, key=lambda n: (self.traffic(n, heads, kv_heads), n))
-            self._head_ranks[heads, kv_heads] = best
+            choices = self.choices(heads, kv_heads)
+            self._head_ranks[heads, kv_heads] = min(choices, key=lambda n: (self.traffic(n, heads, kv_heads), n))
         return self._head_ranks[heads, kv_heads]
+
+    def choices(self, heads: int, kv_heads: int) -> list[int]:
+        """The numbers of neighbouring ranks that can share heads, in ascending order."""
+        ranks = len(self._held)
+        return [n for n in range(1, ranks + 1) if not (ranks % n or heads % n or (kv_heads % n and n % kv_heads))]
 
     def traffic(self, head_ranks: int, heads: int, kv_heads: int) -> int:
         """What all ranks send each other in a layer's forward: tokens times heads, of queries, keys, values and outputs.
@@ -130,8 +133,8 @@ class Spread:
 
     def _plan(self, rank: int, head_ranks: int, kv_heads: int, device: torch.device) -> AttentionPlan:
         parts, needed = self._share(head_ranks)
-        group, units, rows, own = rank // head_ranks, min(head_ranks, kv_heads), self._tokens, self._held[rank]
-        to_heads, arrived = None, own
+        group, units, rows = rank // head_ranks, min(head_ranks, kv_heads), self._tokens
+        to_heads, arrived = None, self._held[rank]
         if head_ranks > 1:
             first, member = group * head_ranks, rank % head_ranks
             of_units = _own_first([[(unit, rows)] for unit in range(head_ranks)], member)
@@ -139,21 +142,13 @@ class Spread:
             to_heads = Exchange(_selection(of_units, rows, head_ranks, device), share, share)
             arrived = [run for held in _own_first(self._held[first : first + head_ranks], member) for run in held]
         calls, queries, keys = _calls(parts[group], device)
-        goes = [_Places(own).runs(within(own, some)) for some in needed]
-        sent = [
-            [(first * units + unit * units // head_ranks, count) for first, count in runs]
-            for runs in goes
-            for unit in range(head_ranks)
-        ]
-        comes = [within(held, needed[group]) for held in self._held]
-        came = [run for some in _own_first(comes, rank) for run in some]
-        of_rows = _selection(_own_first(sent, rank), rows, units, device)
+        to_queries, came = _exchange(self._held, needed, rank, units, device)
         return AttentionPlan(
             (head_ranks, units),
             to_heads,
-            Exchange(of_rows, [*map(_count, sent)], [*map(size, comes)]),
+            to_queries,
             _selection([_Places(arrived).runs(queries)], size(arrived), 1, device),
-            _selection([_Places(came).runs(keys)], size(came), 1, device),
+            _selection([came.runs(keys)], sum(to_queries.receives), 1, device),
             calls,
         )
 
@@ -169,9 +164,8 @@ class Spread:
         return self._shares[head_ranks]
 
 
-@lru_cache(
-    4
-)  # types of layers with other windows, and the next steps, often have the same; a plan of a million tokens has 64 MiB
+# Types of layers with other windows, and the next steps, often have the same. A plan of a million tokens has up to 64 MiB.
+@lru_cache(4)
 def spread_of(
     split: TokenSplit, sequences: tuple[Interval, ...], batch: int, pattern: tuple[bool, tuple[int, int]]
 ) -> Spread:
@@ -205,12 +199,8 @@ def plan_halo(
     held = [split.held(other, batch) for other in range(len(split.runs))]
     parts = [[*_parts(tokens, sequences, True, (before, 0))] for tokens in held]
     wanted = [joined(sorted((p.keys[0], p.queries[0]) for p in some if p.keys[0] < p.queries[0])) for some in parts]
+    exchange, received = _exchange(held, wanted, rank, 1, device)
     own, tokens = _Places(held[rank]), size(held[rank])
-    goes = [own.runs(within(held[rank], some)) for some in wanted]
-    comes = [within(some, wanted[rank]) for some in held]
-    sent = _selection(_own_first(goes, rank), tokens, 1, device)
-    exchange = Exchange(sent, [*map(_count, goes)], [*map(size, comes)])
-    received = _Places(run for some in _own_first(comes, rank) for run in some)
     zero = tokens + sum(exchange.receives)
     sources: list[Run] = []
     targets: list[Run] = []
@@ -223,6 +213,33 @@ def plan_halo(
         targets.append((end + before, stop - first))
         end += before + stop - first
     return Halo(exchange, indices_of(sources, device), indices_of(targets, device))
+
+
+def _exchange(
+    held: Sequence[Sequence[Interval]],
+    needed: Sequence[Sequence[Interval]],
+    rank: int,
+    units: int,
+    device: torch.device,
+) -> tuple[Exchange, _Places]:
+    """The exchange of a rank, and the places of the tokens that it gets.
+
+    Args:
+        held: the tokens of each rank.
+        needed: those that each group of as many neighbouring ranks needs.
+        units: of a token's rows, of which each rank of a group gets one.
+    """
+    ranks, own = len(held) // len(needed), _Places(held[rank])
+    goes = [own.runs(within(held[rank], some)) for some in needed]
+    sent = [
+        [(first * units + unit * units // ranks, count) for first, count in runs]
+        for runs in goes
+        for unit in range(ranks)
+    ]
+    comes = [within(some, needed[rank // ranks]) for some in held]
+    rows = _selection(_own_first(sent, rank), size(held[rank]), units, device)
+    places = _Places(run for some in _own_first(comes, rank) for run in some)
+    return Exchange(rows, [*map(_count, sent)], [*map(size, comes)]), places
 
 
 def _pairs(length: int, pattern: tuple[bool, tuple[int, int]]) -> int:

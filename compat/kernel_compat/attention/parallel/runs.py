@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-__all__ = ["Run", "indices_of"]
+from .split import Interval
+
+__all__ = ["Run", "indices_of", "tokens_of"]
 
 #: The first index, and how many there are.
 Run = tuple[int, int]
@@ -25,3 +27,8 @@ def indices_of(runs: Sequence[Run], device: torch.device, step: int = 1) -> Tens
     table = table.to(device, non_blocking=True)
     places = torch.arange(ends[-1], device=device)
     return torch.repeat_interleave(table[0], table[1], output_size=ends[-1]).add_(places, alpha=step)
+
+
+def tokens_of(intervals: Iterable[Interval], device: torch.device) -> Tensor:
+    """(tokens,) int64: the tokens of intervals, one interval after the other."""
+    return indices_of([(start, stop - start) for start, stop in intervals], device)

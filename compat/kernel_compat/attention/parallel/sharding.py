@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..roles import ITEMS, UNSPLIT
@@ -111,8 +111,8 @@ class ContextParallel:
     def _slice_of(self, batch: Mapping[str, Any], ranks: int, rank: int) -> BatchSlice:
         """A rank's slice of a batch."""
         from ..roles import EMBEDDINGS, TOKENS
-        from .batch_slice import BatchSlice, Rows, positions_in, sequences_in, tower_inputs
-        from .runs import indices_of
+        from .batch_slice import BatchSlice, Rows, sequences_in, tower_inputs
+        from .runs import tokens_of
         from .split import rows_of
 
         ids, embeddings = TOKENS.of(batch), EMBEDDINGS.of(batch)
@@ -122,9 +122,8 @@ class ContextParallel:
         sizes = size, length = (tokens.shape[0], tokens.shape[1])
         if not size * length:
             raise ValueError(f"a batch of {size} x {length} tokens can't be split")
-        sequences = sequences_in(batch, size, length)
-        positions = positions_in(sequences, size, length, tokens.device)
-        rows = Rows.of_batch(sequences, size, length, self.padding_free)
+        in_batch = sequences_in(batch, size, length)
+        rows = Rows.of_batch(in_batch, size, length, self.padding_free, tokens.device)
         multiple = ranks * (_CHUNKS if rows.length >= ranks * _CHUNKS * _LONG else 2)
         padded = -(-rows.length // multiple) * multiple
         sequences, offsets, padding = rows.sequences, None, frozenset[Interval]()
@@ -134,9 +133,8 @@ class ContextParallel:
             starts = {row * padded for row in range(rows.number + 1)}
             offsets = sorted({*starts, *(edge for sequence in moved for edge in sequence)})
             sequences, padding = [*pairwise(offsets)], frozenset({*pairwise(offsets)} - {*moved})
-        runs = self.split_of(sequences, padded).runs[rank]
-        columns = indices_of([(start, stop - start) for start, stop in runs], tokens.device)
-        return BatchSlice(sizes, rows, columns, padded, offsets, padding, positions, tower_inputs(batch, sizes))
+        columns = tokens_of(self.split_of(sequences, padded).runs[rank], tokens.device)
+        return BatchSlice(sizes, in_batch, rows, columns, padded, offsets, padding, tower_inputs(batch, sizes))
 
     def unshard(self, x: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """From the ranks' slices of a tensor (batch, length, ...) to the whole one, padding of `shard` included. Has no gradient.
@@ -158,10 +156,10 @@ class ContextParallel:
 
     def in_order(self, x: Tensor, sequences: Sequence[Interval]) -> Tensor:
         """From the ranks' slices, one after the other along dimension 1, to the columns of the whole batch."""
-        from .runs import indices_of
+        from .runs import tokens_of
 
         split = self.split_of(sequences, x.shape[1])
-        return x[:, indices_of([(a, b - a) for runs in split.runs for a, b in runs], x.device).argsort()]
+        return x[:, tokens_of(chain.from_iterable(split.runs), x.device).argsort()]
 
     def split_of(self, sequences: Sequence[Interval], length: int) -> TokenSplit:
         """Which tokens each of the ranks holds of sequences, given as intervals in the flattened batch, in rows of a length."""

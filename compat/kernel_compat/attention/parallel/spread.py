@@ -120,10 +120,10 @@ class _Attention:
         for part in plan.calls:
             q, k, v = _between(query, part.queries), _between(key, part.keys), _between(value, part.keys)
             results.append(self._functions.attend(q, k, v, call.options(causal, part.window), part.lengths))
-        empty = query.new_zeros(0, query.shape[1], value.shape[2])
-        out = results[0] if len(results) == 1 else torch.cat([empty, *results])
-        if not plan.calls:
-            out = _Joined.apply(out, query, key, value)
+        if not results:
+            out = _Joined.apply(query.new_zeros(0, query.shape[1], value.shape[2]), query, key, value)
+        else:
+            out = results[0] if len(results) == 1 else torch.cat(results)
         out = out if plan.queries is None else plan.queries.put(out)
         return out if plan.to_heads is None else plan.to_heads.launch_back(out, self._group)
 
@@ -180,11 +180,9 @@ def over_ranks(kernel: Kernel, name: str, alone: Callable[..., Any], over: Conte
         **kwargs: Any,
     ) -> Any:
         group = over.source()
-        if group is None:
+        if group is None or is_unsplit():
             return alone(module, query, key, value, attention_mask, **kwargs)
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        if is_unsplit():
-            return alone(module, query, key, value, attention_mask, **kwargs)
         if ranks > 1 and not (skip_sequence_parallel or skip_ulysses):
             if counts_from_padding(type(module)):  # `ContextParallel.shard` doesn't know
                 raise _unsupported(
