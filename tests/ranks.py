@@ -207,12 +207,28 @@ def assert_same_as_alone(results: dict[str, Any]) -> None:
         assert (ours.double() - alone.double()).norm() <= allowed[ours.dtype] * alone.double().norm(), name
 
 
-def start(folder: Path, backend: str, *ranks: int) -> dict[int, dict[str, Any]]:
-    """Run this program; returns its results by the number of ranks."""
+def join(rank: int, ranks: int, device: str, store: Path) -> torch.device:
+    """Join the default group, and return this rank's device: a GPU of its own, by NCCL, or else the first one, by gloo."""
+    apart = device == "cuda" and torch.cuda.device_count() >= ranks
+    own = torch.device("cuda", rank if apart else 0) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(own)
+    dist.init_process_group(
+        "nccl" if apart else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=120),
+    )
+    return own
+
+
+def start(folder: Path, device: str, *ranks: int) -> dict[int, dict[str, Any]]:
+    """Run this program on a kind of device; returns its results by the number of ranks."""
     for name in CAUSAL_LMS:
         saved(folder, name)
     done = subprocess.run(
-        [sys.executable, __file__, str(folder), backend, *map(str, ranks)],
+        [sys.executable, __file__, str(folder), device, *map(str, ranks)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -234,11 +250,8 @@ def own_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Te
     return output.transpose(1, 2), "weights"
 
 
-def work(rank: int, ranks: int, folder: Path, backend: str) -> None:
+def work(rank: int, ranks: int, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
-    here = Here(rank, ranks, torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu"))
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
     # Registered before the process group exists.
     kernel_compat.register_attention(SPREAD, KERNEL, sequence_parallel=True)
     kernel_compat.register_attention(OWN, KERNEL, forward=own_forward, sequence_parallel=True)
@@ -246,9 +259,7 @@ def work(rank: int, ranks: int, folder: Path, backend: str) -> None:
     kernel_compat.register_attention(WRAPPED, KERNEL, forward=kernel_compat.ulysses(inner))
     kernel_compat.register_attention(ALONE, KERNEL)
     assert kernel_compat.install().ok
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/{ranks}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
-    )
+    here = Here(rank, ranks, join(rank, ranks, device, folder / str(ranks)))
     found: dict[str, Any] = {}
     for name, case in cases(ranks).items():
         try:
@@ -420,5 +431,5 @@ if __name__ == "__main__":
     target, chosen = Path(sys.argv[1]), sys.argv[2]
     for count in map(int, sys.argv[3:]):
         # Forked, so that torch and transformers are imported once; CUDA can't be used in a fork where it was asked for devices.
-        method = "spawn" if chosen == "nccl" else "fork"
+        method = "spawn" if chosen == "cuda" else "fork"
         torch.multiprocessing.start_processes(work, (count, target, chosen), count, start_method=method)

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[int, dict[str, Any]]:
     """Run all cases that need ranks once; the tests compare their results."""
-    return start(folder, "gloo", *RANKS)
+    return start(folder, "cpu", *RANKS)
 
 
 @pytest.mark.slow
