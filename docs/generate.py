@@ -14,6 +14,7 @@ import runpy
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import entry_points
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from kernel_compat import Features, Shim
@@ -162,20 +163,38 @@ def _modules() -> str:
 
 
 def _spread() -> str:
-    """Which of 4 ranks holds each of 64 tokens."""
-    length, ranks, packed = 64, 4, [(0, 40), (40, 48), (48, 64)]
-    splits = {
-        "one causal sequence": TokenSplit.balanced([(0, length)], length, ranks),
-        "packed, 40 + 8 + 16 tokens": TokenSplit.balanced(packed, length, ranks),
-        'split="contiguous"': TokenSplit.contiguous(length, ranks),
+    """Which of 4 ranks holds each of 64 tokens, and which computes its attention where two neighbours share heads."""
+    length, ranks, lengths = 64, 4, [24, 8, 16, 8, 8]
+    packed = [*pairwise([0, *accumulate(lengths)])]
+    zigzag = _owners(TokenSplit.balanced([(0, length)], length, ranks))
+    lines = {
+        "": "".join(f"{token:<8}" for token in range(0, length, 8)),
+        "one causal sequence": zigzag,
+        f"packed, {' + '.join(map(str, lengths))}": _owners(TokenSplit.balanced(packed, length, ranks)),
+        'split="contiguous"': _owners(TokenSplit.contiguous(length, ranks)),
     }
-    lines = [f"{'':28}{''.join(f'{token:<8}' for token in range(0, length, 8))}"]
-    for name, split in splits.items():
-        owners = [
-            rank for token in range(length) for rank in range(ranks) for a, b in split.runs[rank] if a <= token < b
+    computed = {
+        f"head_ranks=2, {half} half": "".join(str(int(rank) // 2 * 2 + unit) for rank in zigzag)
+        for unit, half in enumerate(("first", "second"))
+    }
+    return "\n\n".join(
+        [
+            _drawn("The rank of each token:", lines),
+            _drawn(
+                "The rank that computes the attention of each token of one causal sequence, of each half of the heads:",
+                computed,
+            ),
         ]
-        lines.append(f"{name:28}{''.join(map(str, owners))}")
-    return "\n".join(["The rank of each token:", "", "```text", *(line.rstrip() for line in lines), "```"])
+    )
+
+
+def _owners(split: TokenSplit) -> str:
+    holds = {token: rank for rank, runs in enumerate(split.runs) for run in runs for token in range(*run)}
+    return "".join(str(holds[token]) for token in range(split.length))
+
+
+def _drawn(title: str, lines: dict[str, str]) -> str:
+    return "\n".join([title, "", "```text", *(f"{name:36}{line}".rstrip() for name, line in lines.items()), "```"])
 
 
 def _rows(files: Iterable[Path], folder: Path) -> Iterator[str]:

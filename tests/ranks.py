@@ -305,7 +305,8 @@ def kernels(here: Here) -> Pairs:
     for kernel in kernel_compat.known_kernels().values():
         if kernel.unavailable_because(environment):
             continue
-        trains = here.device.type not in kernel.features_in(environment).no_backward_on
+        features = kernel.features_in(environment)
+        trains = features.backward and here.device.type not in features.no_backward_on
         inner = attention_forward(kernel, kernel.name)
         for batch in (1, 2):  # a single row keeps its strides, which differ from those of other attention
             qkv = [x.to(torch.bfloat16).requires_grad_(trains) for x in here.random(batch, 8, 2, 2)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -68,6 +68,26 @@ def test_the_work_of_packed_sequences_is_even(ranks: int) -> None:
             parts = [(max(a, start), min(b, stop), start) for a, b in split.runs[rank] for start, stop in sequences]
             work.append(sum((b - a) * (a + b + 1 - 2 * start) // 2 for a, b, start in parts if a < b))
         assert max(work) * ranks <= 1.03 * sum(work)
+
+
+def test_packed_sequences_stay_whole() -> None:
+    """A long one is cut over as few ranks as its work needs; no key of the others travels."""
+    lengths = [900, 40, 100, 60, 300, 200, 120, 80, 210, 90, 110, 390]
+    edges = [0, *accumulate(lengths)]
+    split = TokenSplit.balanced([*pairwise(edges)], edges[-1], 2)
+    cut = [
+        length
+        for length, (start, stop) in zip(lengths, pairwise(edges), strict=True)
+        if len({rank for rank, runs in enumerate(split.runs) for a, b in runs if a < stop and start < b}) > 1
+    ]
+    assert cut == [900]
+
+
+def test_causality_is_no_window() -> None:
+    """Kernels without windows are causal: FlashAttention-3's forward."""
+    split = TokenSplit.balanced([(0, 40), (40, 64)], 64, 4)
+    spread = Spread(split, [(0, 40), (40, 64)], 1, (True, (-1, -1)))
+    assert {call.window for rank in range(4) for call in spread.plan(rank, 1, KEY_HEADS, CPU).calls} == {(-1, -1)}
 
 
 @given(batches(), st.sampled_from([(-1, -1), (2, 0), (5, 0), (3, 3), (1, 4)]), st.booleans(), st.booleans(), st.data())

@@ -256,13 +256,13 @@ def _parts(
 ) -> Iterator[_Part]:
     """The parts of sequences among a rank's tokens."""
     left, right = window
-    right = 0 if causal else right
     for run in held:
         for queries, (first, end) in overlaps(run, sequences):
             start = first if left < 0 else max(first, queries[0] - left)
-            stop = end if right < 0 else min(end, queries[1] + right)
+            # Kernels without windows are causal by themselves: causality is no limit to the right.
+            stop = queries[1] if causal else end if right < 0 else min(end, queries[1] + right)
             beyond = stop - queries[1]
-            limits = (-1 if left < 0 else left + beyond, -1 if right < 0 else right - beyond)
+            limits = (-1 if left < 0 else left + beyond, right if causal or right < 0 else right - beyond)
             yield _Part(queries, (start, stop), limits)
 
 

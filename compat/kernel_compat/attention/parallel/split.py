@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain, pairwise
 
 __all__ = ["Interval", "TokenSplit", "joined", "overlaps", "rows_of", "size", "within"]
 
@@ -15,6 +17,8 @@ Interval = tuple[int, int]
 
 #: Of the most loaded rank over the average.
 _TOLERANCE = 0.03
+#: Of the average rank's work, the most of a piece, from the largest on: smaller ones are more even, and more of their keys travel.
+_SHARES = (1.0, 0.8, 0.64, 0.5, 0.4, 0.32, 0.25)
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,15 @@ class TokenSplit:
 
     @classmethod
     def balanced(cls, sequences: Iterable[Interval], length: int, ranks: int, *, causal: bool = True) -> TokenSplit:
-        """Chunks of equal length on each rank, with about the same number of pairs of a query and a key that it sees.
+        """Equal numbers of tokens on each rank, with about the same number of pairs of a query and a key that it sees.
 
-        Of one causal sequence these are the chunks r and 2 * ranks - 1 - r, as in a zigzag. Every rank computes the same split of the
-        same sequences.
+        Packed sequences stay whole where that is even to 3%. Of one causal sequence rank r has the chunks r and 2 * ranks - 1 - r of
+        2 * ranks, as in a zigzag. Every rank computes the same split of the same sequences.
 
         Args:
             sequences: in the flattened batch, of which each is within a row.
-            length: of a row; a multiple of `ranks`. Where it is a multiple of more, chunks may be shorter, and the load more even.
+            length: of a row; a multiple of `ranks`. Rows with other sequences than the first are cut into equal chunks, alike in all
+                rows, which may be shorter where it is a multiple of more.
         """
         _require_multiple(length, ranks)
         return _balanced(tuple(sequences), length, ranks, causal)
@@ -63,16 +68,112 @@ def _require_multiple(length: int, ranks: int) -> None:
 @lru_cache(256)  # layers of other types, and the next step, often have the same sequences
 def _balanced(sequences: tuple[Interval, ...], length: int, ranks: int, causal: bool) -> TokenSplit:
     best: tuple[float, TokenSplit] | None = None
-    for chunks in (1, 2, 4, 8, 16, 32):
-        if length % (ranks * chunks):
-            break
-        load, split = _of_chunks(sequences, length, ranks, chunks, causal)
+    for load, split in _candidates(sequences, length, ranks, causal):
         if best is None or load < best[0]:
             best = load, split
         if load <= 1 + _TOLERANCE:
             break
     assert best is not None
     return best[1]
+
+
+def _candidates(
+    sequences: Sequence[Interval], length: int, ranks: int, causal: bool
+) -> Iterator[tuple[float, TokenSplit]]:
+    """Splits, each with the load of its most loaded rank over the average: first those of which less travels."""
+    in_rows: dict[int, list[Interval]] = {}
+    for start, stop in sequences:
+        row = start // length
+        in_rows.setdefault(row, []).append((start - row * length, stop - row * length))
+    first, *others = in_rows.values() or [[]]
+    if all(row == first for row in others):
+        for share in _SHARES:
+            yield _of_sequences(first, length, ranks, share, causal)
+    for chunks in (1, 2, 4, 8, 16, 32):
+        if length % (ranks * chunks) == 0:
+            yield _of_chunks(sequences, length, ranks, chunks, causal)
+
+
+def _of_sequences(
+    sequences: Sequence[Interval], length: int, ranks: int, share: float, causal: bool
+) -> tuple[float, TokenSplit]:
+    """A split that keeps the sequences of a row whole, as far as possible: nothing of those travels.
+
+    A long sequence is cut into pieces in a zigzag: of 2 * n chunks i and 2 * n - 1 - i are a piece. The piece with the most work that is
+    left goes to the rank with the least load that has room for it, or to several if none has.
+
+    Args:
+        share: the most work of a piece, over that of the average rank.
+    """
+    edges = sorted({0, length, *chain.from_iterable(sequences)})
+    whole = [*pairwise(edges)]  # what is in no sequence, too
+    total, room = sum(_work(sequence, sequence, causal) for sequence in whole), length // ranks
+    pieces: list[tuple[int, Interval, Sequence[Interval]]] = []
+    for sequence in whole:
+        work, tokens = _work(sequence, sequence, causal), size([sequence])
+        n = min(ranks, tokens // 2, max(math.ceil(work * ranks / (share * total)), math.ceil(tokens / room)))
+        cut = _in_zigzag(sequence, n) if n > 1 else [(sequence,)]
+        pieces += [(sum(_work(chunk, sequence, causal) for chunk in chunks), sequence, chunks) for chunks in cut]
+    holders = _Holders(ranks, room)
+    for work, sequence, chunks in sorted(pieces, key=lambda piece: -piece[0]):
+        if not holders.give(chunks, work):
+            holders.spread(chunks, partial(_work, sequence=sequence, causal=causal))
+    return holders.most * ranks / total, TokenSplit(length, tuple(tuple(joined(sorted(x))) for x in holders.runs))
+
+
+def _in_zigzag(sequence: Interval, pieces: int) -> list[Sequence[Interval]]:
+    """The chunks of a sequence in pieces: the first with the last, the second with the one before that, and so on."""
+    (start, stop), n = sequence, 2 * pieces
+    chunks = [*pairwise(start + (stop - start) * i // n for i in range(n + 1))]
+    return [(chunks[i], chunks[n - 1 - i]) for i in range(pieces)]
+
+
+class _Holders:
+    """Ranks that get tokens until none has room.
+
+    Attributes:
+        runs: of each rank.
+        most: the work of the one that has most.
+    """
+
+    def __init__(self, ranks: int, room: int) -> None:
+        self.runs: list[list[Interval]] = [[] for _ in range(ranks)]
+        self.most = 0
+        self._heap = [(0, rank, room) for rank in range(ranks)]
+
+    def give(self, intervals: Sequence[Interval], work: int) -> bool:
+        """Give all to the rank with the least work that has room for them; False if none has."""
+        needed, passed = size(intervals), []
+        while self._heap and self._heap[0][2] < needed:
+            passed.append(heapq.heappop(self._heap))
+        if fits := bool(self._heap):
+            self._give(intervals, work, needed)
+        for rank in passed:
+            heapq.heappush(self._heap, rank)
+        return fits
+
+    def spread(self, intervals: Sequence[Interval], work: Callable[[Interval], int]) -> None:
+        """Give them to the ranks with the least work, as far as each has room."""
+        rest = [*intervals]
+        while rest:
+            start, stop = rest.pop()
+            taken = start, min(stop, start + self._heap[0][2])
+            self._give([taken], work(taken), size([taken]))
+            if taken[1] < stop:
+                rest.append((taken[1], stop))
+
+    def _give(self, intervals: Sequence[Interval], more: int, tokens: int) -> None:
+        work, rank, room = heapq.heappop(self._heap)
+        self.runs[rank] += intervals
+        self.most = max(self.most, work + more)
+        if room > tokens:
+            heapq.heappush(self._heap, (work + more, rank, room - tokens))
+
+
+def _work(queries: Interval, sequence: Interval, causal: bool) -> int:
+    """The pairs of some queries of a sequence and the keys that they see."""
+    (a, b), (start, stop) = queries, sequence
+    return (b - a) * (a + b + 1 - 2 * start) // 2 if causal else (b - a) * (stop - start)
 
 
 def _of_chunks(
@@ -88,7 +189,7 @@ def _of_chunks(
         row = start // length * length
         for chunk in range((start - row) // size, (stop - 1 - row) // size + 1):
             a, b = max(start, row + chunk * size), min(stop, row + (chunk + 1) * size)
-            work[chunk] += (b - a) * (a + b + 1 - 2 * start) // 2 if causal else (b - a) * (stop - start)
+            work[chunk] += _work((a, b), (start, stop), causal)
     loads = [(0, rank) for rank in range(ranks)]
     owned: list[list[int]] = [[] for _ in range(ranks)]
     for chunk in sorted(range(ranks * chunks), key=lambda chunk: -work[chunk]):
