@@ -55,11 +55,12 @@ class Case:
     packed: str = ""
     split: str = "balanced"
     checkpointed: bool = False
+    mask: str = ""
 
     @property
     def in_double(self) -> bool:
         """Whether casts to float32 are left out: a mode, which isn't there while a checkpoint is computed again."""
-        return self.model in MODELS and not self.checkpointed
+        return self.model in {*MODELS, "llama4_chunks"} and not self.checkpointed
 
     def batch(self) -> dict[str, Any]:
         """The whole batch, with labels of the tokens that follow one of their sequence."""
@@ -76,6 +77,8 @@ class Case:
             positions = [torch.cat([torch.arange(b - a) for a, b in pairwise(EDGES[row])]) for row in range(self.rows)]
             batch["position_ids"] = torch.stack(positions)
             labels[batch["position_ids"] == 0] = -100
+        if self.mask:
+            batch["attention_mask"] = masks(self.mask, self.rows)
         if self.packed == "lengths":
             edges = [row * LENGTH + edge for row in range(self.rows) for edge in EDGES[row][:-1]]
             offsets = torch.tensor([*edges, self.rows * LENGTH], dtype=torch.int32)
@@ -86,6 +89,33 @@ class Case:
                 "max_length_k": LENGTH,
             }
         return {**batch, "labels": labels}
+
+
+def masks(kind: str, rows: int) -> Tensor:
+    """A mask of each query and key.
+
+    blocks: tokens of a block see each other both ways. heads: others in each head and row, and some queries see nothing. bias: numbers
+    added to the scores, which have gradients. packed: what every kernel takes.
+    """
+    index = torch.arange(LENGTH)
+    causal = index[:, None] >= index
+    sequences = torch.tensor([0] * 11 + [1] * (LENGTH - 11))
+    if kind == "packed":
+        return (causal & (sequences[:, None] == sequences))[None, None]
+    if kind == "blocks":
+        return (causal | (index[:, None] // 5 == index // 5)).expand(rows, 1, -1, -1)
+    if kind == "heads":
+        visible = torch.rand(rows, 8, LENGTH, LENGTH) < 0.5
+        visible |= torch.eye(LENGTH, dtype=torch.bool)
+        visible[-1, :, 3:9] = False
+        return visible
+    assert kind == "bias"
+    lowest = torch.finfo(torch.float64).min
+    hidden = torch.zeros(rows, 1, LENGTH, LENGTH, dtype=torch.float64).masked_fill(~causal, lowest)
+    hidden[0, :, 4] = lowest  # of eager attention this query sees all keys
+    hidden[-1, :, 5] = -math.inf
+    distance = (index - index[:, None]) / torch.arange(1, 9)[:, None, None]
+    return (hidden + distance).requires_grad_()
 
 
 CASES = {
@@ -102,6 +132,20 @@ CASES = {
     "one key head": Case("llama_mqa", rows=2, padded=True),
     "sinks": Case("gpt_oss_sinks", rows=2),
     "smaller value heads": Case("deepseek_value_dim", rows=2),
+}
+CASES |= {
+    "chunks": Case("llama4_chunks", rows=2),
+    "chunks, padded": Case("llama4_chunks", rows=2, padded=True),
+    "chunks, contiguous": Case("llama4_chunks", rows=2, padded=True, split="contiguous"),
+    "chunks, packed": Case("llama4_chunks", packed="positions"),
+    "chunks, packed by lengths": Case("llama4_chunks", rows=2, packed="lengths"),
+    "chunks, checkpointed": Case("llama4_chunks", packed="positions", checkpointed=True),
+    "a mask of blocks": Case("llama_gqa", rows=2, mask="blocks"),
+    "a mask of blocks, contiguous": Case("llama_gqa", mask="blocks", split="contiguous", checkpointed=True),
+    "a mask of heads": Case("llama_gqa", rows=2, mask="heads"),
+    "a mask of heads, one key head": Case("llama_mqa", rows=2, mask="heads", split="contiguous"),
+    "a mask of numbers": Case("llama_gqa", rows=2, mask="bias"),
+    "a mask of packed sequences": Case("llama_gqa", rows=2, mask="packed"),
 }
 #: Mixers whose forwards are made of functions from this release on.
 OF_FUNCTIONS = (5, 19)
@@ -188,7 +232,11 @@ def computed(case: Case, name: str, models: Path, over: ContextParallel | None =
     )
     loss.backward()
     gradients = {key: p.grad if p.grad is not None else torch.zeros_like(p) for key, p in model.named_parameters()}
-    whole, mask = logits.detach(), batch.get("attention_mask", torch.ones(case.rows, LENGTH))
+    whole, mask = logits.detach(), torch.ones(case.rows, LENGTH)
+    if case.padded:
+        mask = batch["attention_mask"]
+    if case.mask == "bias":
+        gradients["attention_mask"] = batch["attention_mask"].grad
     if over is not None:
         whole = over.unshard(logits, inputs)
         if over.padding_free:

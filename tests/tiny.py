@@ -100,6 +100,14 @@ def _deepseek() -> Any:
     )
 
 
+def _llama4() -> Any:
+    """Attention within chunks in the first layer; queries that grow with their columns in the second."""
+    of_layers = {"attention_chunk_size": 6, "no_rope_layers": [1, 0], "floor_scale": 4}
+    return transformers.Llama4TextConfig(
+        **SHAPE, head_dim=16, intermediate_size_mlp=64, num_local_experts=1, moe_layers=[], **of_layers
+    )
+
+
 def _qwen3() -> Any:
     return transformers.Qwen3Config(**SHAPE, head_dim=16)
 
@@ -167,6 +175,7 @@ CAUSAL_LMS = there(
         ("gemma2_softcap", _gemma2, "Gemma2Config"),
         ("gpt_oss_sinks", _gpt_oss, "GptOssConfig"),
         ("deepseek_value_dim", _deepseek, "DeepseekV3Config"),
+        ("llama4_chunks", _llama4, "Llama4TextConfig"),
     )
 )
 

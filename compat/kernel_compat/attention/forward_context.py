@@ -29,6 +29,7 @@ from .roles import UNSPLIT, cache_of, cache_returned
 from .tensors import constant, same_storage
 
 __all__ = [
+    "ChunkRecord",
     "ForwardContext",
     "MaskRecord",
     "UnpaddingState",
@@ -75,6 +76,20 @@ class MaskRecord(NamedTuple):
     all_queries: bool = False
 
 
+class ChunkRecord(NamedTuple):
+    """Causal chunks of the tokens of all ranks, counted from the first token of each sequence.
+
+    Attributes:
+        mask: the tensor that was returned for them, of a shape that no layer takes for another mask.
+        padding: (batch, tokens) bool, of the ranks' slices one after the other; None without padding.
+        size: of a chunk.
+    """
+
+    mask: Tensor
+    padding: Tensor | None
+    size: int
+
+
 class UnpaddingState:
     """The base of what `unpadding` keeps in a context, which is passed on from call to call here and read there alone."""
 
@@ -96,6 +111,7 @@ class ForwardContext:
     Attributes:
         records: the masks that the library's mask function made.
         full_masks: masks of other patterns, which it made in full, each with whether it separates packed sequences.
+        chunks: those of layers whose tokens are spread over ranks.
         layouts: the layouts of layers so far, each with the arguments that it was found in: see `resolution.layout_of`.
         rows: the `Rows` of packed sequences so far, by whether sequences of about the same length are padded to a common one; None
             if nothing is packed.
@@ -114,6 +130,7 @@ class ForwardContext:
         self.arguments = arguments
         self.records: list[MaskRecord] = []
         self.full_masks: list[tuple[Tensor, bool]] = []
+        self.chunks: list[ChunkRecord] = []
         self.layouts: dict[tuple[Any, ...], tuple[SequenceLayout, tuple[Any, ...]]] = {}
         self.rows: dict[bool, Rows | None] = {}
         self.padded_rows: Rows | None = None

@@ -30,7 +30,15 @@ from .roles import (
 )
 from .tensors import as_int, constant, require_readable, same_storage
 
-__all__ = ["MaskPattern", "attention_mask_function", "mask_pattern", "plain_mask_function", "query_length"]
+__all__ = [
+    "MaskPattern",
+    "attention_mask_function",
+    "chunk_size",
+    "mask_of_ones",
+    "mask_pattern",
+    "plain_mask_function",
+    "query_length",
+]
 
 _MASKS = "transformers.masking_utils"
 
@@ -76,7 +84,7 @@ def attention_mask_function(**arguments: Any) -> Tensor | None:
     # Layers with other windows get masks of their own, and attention to an encoder gets None.
     hides = pattern.window != (-1, -1) and max(pattern.window) + 1 < kv_length
     if mask is None and (hides or (pattern.causal and context is not None and context.arguments.has_encoder_states)):
-        mask = _ones(arguments, kv_length)
+        mask = mask_of_ones(arguments, kv_length)
     elif mask is not None and context is not None and any(same_storage(mask, r.mask) for r in context.records):
         mask = mask.clone()  # layers' masks are recognised by their storage
     all_queries = padding is not None and MASK.of(arguments) is None
@@ -110,7 +118,8 @@ def query_length(arguments: dict[str, Any]) -> int:
     return length
 
 
-def _ones(arguments: dict[str, Any], length: int) -> Tensor:
+def mask_of_ones(arguments: dict[str, Any], length: int) -> Tensor:
+    """A padding mask for a call's rows, without padding."""
     positions = CACHE_POSITIONS.of(arguments)
     device = arguments.get("device") if positions is None else positions.device
     return torch.ones(arguments["batch_size"], length, dtype=torch.bool, device=device)
@@ -160,7 +169,7 @@ def _make_mask(
         elif mask is not None:
             mask = mask[:, :end]
         elif end - kv_offset < kv_length:
-            mask = _ones(arguments, end - kv_offset)
+            mask = mask_of_ones(arguments, end - kv_offset)
     if mask is None:
         return None
     if isinstance(kv_offset, int):  # of a mask with more columns than keys, eager attention reads the first
@@ -182,12 +191,23 @@ def mask_pattern(arguments: dict[str, Any]) -> MaskPattern | None:
     return _pattern_in_graph(arguments) if torch.compiler.is_compiling() else _pattern_shown(function)
 
 
+def chunk_size(arguments: dict[str, Any]) -> int | None:
+    """The size of the chunks of a call's mask function, if it is causal within chunks, and of packed sequences, and no more; else None."""
+    function = arguments.get("mask_function")
+    parts = None if function is None or torch.compiler.is_compiling() else _parts(function)
+    if parts is None or parts.keys() - {_PACKED} != {_CHUNKED, "causal_mask_function"}:
+        return None
+    return as_int(parts[_CHUNKED]["chunk_size"])
+
+
 def _pattern_shown(function: Callable[..., Any]) -> MaskPattern | None:
     """The pattern of a mask function by its closure and by trial."""
     parts = _parts(function)
     if parts is None:
         return None
     causal = "causal_mask_function" in parts
+    if _CHUNKED in parts:
+        return None
     left = parts.get("sliding_window_overlay.<locals>.inner_mask")
     both = parts.get("sliding_window_bidirectional_overlay.<locals>.inner_mask")
     if (left is not None and not causal) or (both is not None and causal):  # a limit to the left alone, say
@@ -197,7 +217,7 @@ def _pattern_shown(function: Callable[..., Any]) -> MaskPattern | None:
         window = (as_int(left[WINDOW.named(left)]) - 1, 0)
     elif both is not None:
         window = (as_int(both[WINDOW.named(both)]),) * 2
-    packed = parts.get("packed_sequence_mask_function.<locals>.inner_mask", {})
+    packed = parts.get(_PACKED, {})
     return MaskPattern(causal, window, packed.get("packed_sequence_mask"))
 
 
@@ -226,7 +246,11 @@ def _near(b: Any, h: Any, q: Any, k: Any) -> Any:
 #: The sequence of each token of a trial, and its position in it.
 _SEGMENTS, _POSITIONS = [[0, 0, 0, 0, 1, 1, 1]], [[0, 1, 2, 3, 0, 1, 2]]
 
-#: The mask functions that `MaskPattern` can express, by their qualified names.
+#: Of tokens in chunks and in packed sequences.
+_CHUNKED = "chunked_overlay.<locals>.inner_mask"
+_PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+
+#: The mask functions that are known, by their qualified names: `MaskPattern` can express all but chunks.
 _TRIALS = {
     "causal_mask_function": _Trial({}, lambda q, k: k <= q),
     "bidirectional_mask_function": _Trial({}, lambda q, k: q >= 0),
@@ -234,9 +258,8 @@ _TRIALS = {
     "sliding_window_bidirectional_overlay.<locals>.inner_mask": _Trial(
         {WINDOW.named(): 2}, lambda q, k: (q - k).abs() <= 2
     ),
-    "packed_sequence_mask_function.<locals>.inner_mask": _Trial(
-        {"packed_sequence_mask": _SEGMENTS}, lambda q, k: (q < 4) == (k < 4)
-    ),
+    _CHUNKED: _Trial({"chunk_size": 2, "left_padding": [1]}, lambda q, k: (q - 1) // 2 == (k - 1) // 2),
+    _PACKED: _Trial({"packed_sequence_mask": _SEGMENTS}, lambda q, k: (q < 4) == (k < 4)),
     "and_masks.<locals>.and_mask": _Trial(
         {"mask_functions": (_causal, _near)}, lambda q, k: (k <= q) & (k > q - 2), composed=True
     ),
@@ -272,7 +295,7 @@ def _parts(function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
     if trial is None or closure.keys() != trial.closure.keys():
         return None
     if not _acts_as_named(function, trial):
-        if function.__module__ != _MASKS:
+        if function.__module__ != _MASKS or name == _CHUNKED:  # chunks are made in full
             return None
         raise _misleading(name.partition(".")[0])
     if not trial.composed:

@@ -41,12 +41,14 @@ def layout_of(
     functions: Functions,
     context: ForwardContext | None,
     spread: Callable[[SequenceLayout, AttentionCall], SequenceLayout] | None = None,
+    chunk: int = 0,
 ) -> SequenceLayout:
     """The layout of a call: found once for a forward and a type of layer, as long as nothing writes into the tensors it is found in.
 
     Args:
         context: the forward in progress.
         spread: makes the layout of a rank's share of the tokens of that of all tokens, whose call this is.
+        chunk: that `spread` cuts sequences into; 0 for none.
 
     Raises:
         UnsupportedFeatureError: the kernel can't compute it.
@@ -54,13 +56,13 @@ def layout_of(
     """
 
     def find() -> SequenceLayout:
-        layout = _find(call, functions, context)
+        layout = _find(call, functions, context, spread is not None)
         return layout if spread is None else spread(layout, call)
 
     key = None if context is None else _key(call, functions, context)
     if context is None or key is None:
         return find()
-    key = (*key, spread is not None)
+    key = (*key, spread is not None, chunk)
     if (known := context.layouts.get(key)) is None:
         # What it was found in is kept, too: an id is unique only as long as its object lives.
         known = context.layouts[key] = (find(), _deciding(call))
@@ -96,11 +98,11 @@ def _deciding(call: AttentionCall) -> tuple[Any, ...]:
     return (call.mask, call.positions, *(call.lengths or ()))
 
 
-def _find(call: AttentionCall, functions: Functions, context: ForwardContext | None) -> SequenceLayout:
+def _find(call: AttentionCall, functions: Functions, context: ForwardContext | None, is_spread: bool) -> SequenceLayout:
     require_readable(READ, _deciding(call))
     in_full = functions.masks and call.mask is not None and call.mask.ndim == 4
     if in_full and not (call.bias is None and _reducible(call, context)):
-        return _of_any_mask(call, context)
+        return _of_any_mask(call, context, is_spread)
     reduced, own = _resolve_mask(call, context)
     if reduced.from_4d and own is not None and call.query.shape[1] > 1 and _made_in_full(call, own):
         _require_separation(call, own)  # chunks, say, which are counted along the row, look like packed sequences
@@ -269,8 +271,8 @@ def _in_fixed_shapes(pattern: _Pattern, mask: Tensor, q_len: int, padded_queries
     return SortedLayout(*pattern, q_order, k_order, q_places, is_query, lengths)
 
 
-def _of_any_mask(call: AttentionCall, context: ForwardContext | None) -> MaskedLayout:
-    """The layout of a 4D mask of any kind."""
+def _of_any_mask(call: AttentionCall, context: ForwardContext | None, is_spread: bool) -> MaskedLayout:
+    """The layout of a 4D mask of any kind. The call `is_spread` if it has the tokens of all ranks, and the context those of one."""
     (batch, q_len), kv_len = call.query.shape[:2], call.key.shape[1]
     own = None
     if context is not None and context.covers(batch, q_len, kv_len, bool(call.causal)):
@@ -279,8 +281,9 @@ def _of_any_mask(call: AttentionCall, context: ForwardContext | None) -> MaskedL
     visible, bias = visible_and_bias(call.mask, q_len, kv_len)
     if call.causal and q_len == kv_len > 1 and call.mask.dtype == torch.bool and not fixed_shapes(visible):
         require_own_keys(visible)
+    passed = context if is_spread else own
     if q_len > 1 and not (
-        own is not None and own.arguments.has_4d_mask
+        passed is not None and passed.arguments.has_4d_mask
     ):  # the model's, which may not know of packed sequences
         _require_separation(call, own)
     window = (call.local_window - 1, 0) if call.local_window and call.local_window < kv_len else (-1, -1)

@@ -49,6 +49,7 @@ __all__ = [
     "QUERY_LENGTH",
     "QUERY_OFFSETS",
     "READ",
+    "ROTARY",
     "ROUTER_LOGITS",
     "ROUTER_LOSS",
     "SCALE",
@@ -59,6 +60,9 @@ __all__ = [
     "SOFTCAPPING",
     "SUPPORTS_SDPA",
     "TARGETS",
+    "TEMPERATURE",
+    "TEMPERATURE_GROWTH",
+    "TEMPERATURE_STEP",
     "TOKENS",
     "UNSPLIT",
     "USES_WINDOW",
@@ -197,6 +201,11 @@ GROUPS = Role("queries for each key head", ("num_key_value_groups",))
 SOFTCAPPING = Role("softcap of a layer", ("attn_logit_softcapping",))
 LAYER_SINKS = Role("sinks of a layer", ("sinks",))
 HEAD_DIM = Role("dimension of a head", ("head_dim", "key_value_proj_dim"))
+#: Of Llama 4's: whether queries of layers without rotary embeddings grow with their columns, by how much, and after how many columns.
+TEMPERATURE = Role("growth of queries with their columns", ("attn_temperature_tuning",))
+TEMPERATURE_GROWTH = Role("rate of this growth", ("attn_scale",))
+TEMPERATURE_STEP = Role("columns of a step of this growth", ("floor_scale",))
+ROTARY = Role("use of rotary embeddings", ("use_rope",))
 #: Of multi-head latent attention.
 QUERY_DIM = Role("dimension of a query", ("qk_head_dim",))
 VALUE_DIM = Role("dimension of a value", ("v_head_dim",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +32,7 @@ from ..roles import (
 from .runs import tokens_of
 from .split import Interval, rows_of, size
 
-__all__ = ["BatchSlice", "Rows", "sequences_in", "targets_in", "tower_inputs"]
+__all__ = ["BatchSlice", "Rows", "is_in_full", "sequences_in", "targets_in", "tower_inputs"]
 
 #: Of labels.
 _IGNORED = -100
@@ -95,20 +96,10 @@ class BatchSlice:
         """The arguments of a model's call for the slice, of those for the whole batch, which hold what the batch holds or is embedded to.
 
         Raises:
-            UnsupportedFeatureError: a mask besides padding, causality and a window.
+            UnsupportedFeatureError: a mask that can't be split.
         """
-        own = {name: value for name, value in arguments.items() if name not in _REPLACED}
-        masks, positions, labels = MASK.of(arguments), POSITIONS.of(arguments), LABELS.of(arguments)
-        parts = masks.values() if isinstance(masks, dict) else [masks]
-        for part in parts:
-            if part is not None and getattr(part, "shape", None) != self.sizes:
-                raise UnsupportedFeatureError(
-                    f"a mask of shape {tuple(getattr(part, 'shape', ()))}",
-                    "context parallelism",
-                    "Masks of padding and packed sequences can be split, not images whose tokens see each other both ways.",
-                )
-        if masks is not None:
-            own.pop(MASK.named(arguments))
+        own = {name: value for name, value in arguments.items() if name not in _REPLACED | {*MASK.spellings}}
+        positions, labels = POSITIONS.of(arguments), LABELS.of(arguments)
         if positions is None:
             own[POSITIONS.named()] = self._positions
         elif positions.ndim == 2 and len(positions) == 1:
@@ -116,7 +107,7 @@ class BatchSlice:
         if labels is not None and labels.shape == self.sizes and TARGETS.of(arguments) is None:
             own[TARGETS.named()] = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
         sliced = {name: self._sliced(name, value) for name, value in own.items() if self._has_tokens(name, value)}
-        return own | sliced | self._features(arguments) | self.lengths()
+        return own | sliced | self._features(arguments) | self._masks(arguments) | self.lengths()
 
     def of_labels(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The slice of a batch's labels alone."""
@@ -170,6 +161,32 @@ class BatchSlice:
             x = _counted(x, self.padding)
         return x.index_select(dim, self.columns.to(x.device))
 
+    def _masks(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Masks of any kind, whole: each query's row is on the rank that computes it. Lengths say what those of padding do."""
+        masks = MASK.of(arguments)
+        parts = [*masks.values()] if isinstance(masks, dict) else [masks]
+        if all(part is None or getattr(part, "shape", None) == self.sizes for part in parts):
+            return {}
+        if not is_in_full(masks, *self.sizes):
+            raise _unsupported(
+                f"masks of shapes {[tuple(getattr(part, 'shape', ())) for part in parts]}",
+                "Pass masks of padding, or of every query and key of the batch.",
+            )
+        rows = {start // self.sizes[1] for start, _ in self.sequences}
+        if self.rows.kept is not None or len(rows) < len(self.sequences):
+            raise _unsupported(
+                "packed sequences, or padding that is left out, beside a mask of every query and key",
+                "Pass the sequences as rows of a padded batch, without padding_free=True; or let a 4D attention_mask alone separate them.",
+            )
+        behind = self.padded - self.rows.length
+
+        def padded(mask: Tensor) -> Tensor:
+            hidden = -math.inf if mask.is_floating_point() else 0
+            return torch.nn.functional.pad(mask, (0, behind, 0, behind), value=hidden) if behind else mask
+
+        whole = {kind: padded(mask) for kind, mask in masks.items()} if isinstance(masks, dict) else padded(masks)
+        return {MASK.named(arguments): whole}
+
     def _features(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Features that a text model adds to the tokens of images between its layers: the rows of the slice's."""
         mask, features = FEATURES_MASK.of(arguments), FEATURES_BETWEEN_LAYERS.of(arguments)
@@ -179,6 +196,17 @@ class BatchSlice:
         at = numbers[numbers > 0] - 1
         own = type(features)(x.index_select(0, at.to(x.device)) for x in features)
         return {FEATURES_MASK.named(arguments): numbers > 0, FEATURES_BETWEEN_LAYERS.named(arguments): own}
+
+
+def is_in_full(masks: Any, rows: int, length: int) -> bool:
+    """Whether a mask, or each of those of types of layers, has every query and key of the batch."""
+    parts = [*masks.values()] if isinstance(masks, dict) else [masks]
+    shapes = [getattr(part, "shape", ()) for part in parts]
+    return all(len(shape) == 4 and shape[0] in (1, rows) and shape[2:] == (length, length) for shape in shapes)
+
+
+def _unsupported(feature: str, advice: str) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(feature, "context parallelism", advice)
 
 
 def _dimension(name: str, x: Tensor) -> int:
@@ -205,13 +233,15 @@ def sequences_in(batch: Mapping[str, Any], rows: int, length: int) -> list[Inter
             )
         return [(a, b) for a, b in pairwise(offsets) if a < b]
     mask, positions = MASK.of(batch), POSITIONS.of(batch)
+    if is_in_full(mask, rows, length):
+        return rows_of(rows, length)
     restarts = None if positions is None else restarts_of(positions, rows, length, True)
     if mask is None and restarts is not None:
         mask = torch.ones_like(restarts[1])
     if mask is None:
         return rows_of(rows, length)
-    if mask.shape != (rows, length):
-        raise ValueError(f"a mask of shape {tuple(mask.shape)} doesn't fit {rows} x {length} tokens")
+    if getattr(mask, "shape", None) != (rows, length):
+        raise ValueError(f"a mask of shape {tuple(getattr(mask, 'shape', ()))} doesn't fit {rows} x {length} tokens")
     packing = find_packing(mask, restarts)
     if packing.interior_padding or (packing.sequences is not None and packing.sequences.interior_padding):
         raise ValueError("padding between two tokens of a sequence, which can't be split over ranks")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...kernels.options import Lengths
 from .exchange import Exchange, Selection
-from .runs import Run, indices_of
+from .runs import Run, indices_of, tokens_of
 from .split import Interval, TokenSplit, joined, overlaps, size, within
 
 T = TypeVar("T")
@@ -52,6 +52,8 @@ class AttentionPlan:
         to_queries: the exchange of the rows of keys and values.
         queries, keys: which of the rows that have come the calls compute; None for all of them in order.
         calls: of the kernel.
+        columns: (tokens,) int64, those of each row's queries, under a mask. There are no calls then: queries come row by row in the order
+            of the columns, and keys are whole rows.
     """
 
     units: tuple[int, int]
@@ -60,6 +62,7 @@ class AttentionPlan:
     queries: Selection | None
     keys: Selection | None
     calls: tuple[KernelCall, ...]
+    columns: Tensor | None = None
 
 
 class _Part(NamedTuple):
@@ -77,7 +80,7 @@ class Spread:
         split: which rank holds which tokens.
         sequences: in the flattened batch, sorted, each within a row. Tokens in none of them are padding.
         batch: the number of rows.
-        pattern: the causality and the window.
+        pattern: the causality and the window; None for a mask, under which a query may see all keys of its row.
     """
 
     def __init__(
@@ -85,13 +88,14 @@ class Spread:
         split: TokenSplit,
         sequences: Sequence[Interval],
         batch: int,
-        pattern: tuple[bool, tuple[int, int]],
+        pattern: tuple[bool, tuple[int, int]] | None,
     ) -> None:
-        self._sequences, self._pattern = sequences, pattern
+        self._sequences, self._pattern, self._is_masked = sequences, pattern or (False, (-1, -1)), pattern is None
+        self._length = split.length
         self._held = [split.held(rank, batch) for rank in range(len(split.runs))]
         self._tokens = size(self._held[0])
         #: Pairs of a query and a key that it sees, on the average rank.
-        self.pairs = sum(_pairs(stop - start, pattern) for start, stop in sequences) // len(self._held)
+        self.pairs = sum(_pairs(stop - start, self._pattern) for start, stop in sequences) // len(self._held)
         self._plans: dict[tuple[int, int, int, torch.device], AttentionPlan] = {}
         self._head_ranks: dict[tuple[int, int], int] = {}
         self._shares: dict[int, tuple[list[list[_Part]], list[list[Interval]]]] = {}
@@ -141,7 +145,13 @@ class Spread:
             share = [rows * (other // head_ranks == group) for other in range(len(self._held))]
             to_heads = Exchange(_selection(of_units, rows, head_ranks, device), share, share)
             arrived = [run for held in _own_first(self._held[first : first + head_ranks], member) for run in held]
-        calls, queries, keys = _calls(parts[group], device)
+        columns = None
+        if self._is_masked:
+            calls, keys = (), needed[group]
+            queries = joined(sorted(part.queries for part in parts[group]))
+            columns = self._columns(queries, device)
+        else:
+            calls, queries, keys = _calls(parts[group], device)
         to_queries, came = _exchange(self._held, needed, rank, units, device)
         return AttentionPlan(
             (head_ranks, units),
@@ -150,7 +160,16 @@ class Spread:
             _selection([_Places(arrived).runs(queries)], size(arrived), 1, device),
             _selection([came.runs(keys)], sum(to_queries.receives), 1, device),
             calls,
+            columns,
         )
+
+    def columns(self, rank: int, device: torch.device) -> Tensor:
+        """(tokens,) int64: the columns of a rank."""
+        return self._columns(self._held[rank], device)
+
+    def _columns(self, tokens: Iterable[Interval], device: torch.device) -> Tensor:
+        """Of tokens that are in the same columns of each row: those in the first one."""
+        return tokens_of(within(tokens, [(0, self._length)]), device)
 
     def _share(self, head_ranks: int) -> tuple[list[list[_Part]], list[list[Interval]]]:
         """Of each group of ranks that share heads: the parts of its queries, and the keys that it needs."""
@@ -167,7 +186,7 @@ class Spread:
 # Types of layers with other windows, and the next steps, often have the same. A plan of a million tokens has up to 64 MiB.
 @lru_cache(4)
 def spread_of(
-    split: TokenSplit, sequences: tuple[Interval, ...], batch: int, pattern: tuple[bool, tuple[int, int]]
+    split: TokenSplit, sequences: tuple[Interval, ...], batch: int, pattern: tuple[bool, tuple[int, int]] | None
 ) -> Spread:
     """A `Spread`, kept with its plans for the next forward."""
     return Spread(split, sequences, batch, pattern)

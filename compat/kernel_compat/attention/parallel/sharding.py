@@ -110,8 +110,9 @@ class ContextParallel:
 
     def _slice_of(self, batch: Mapping[str, Any], ranks: int, rank: int) -> BatchSlice:
         """A rank's slice of a batch."""
-        from ..roles import EMBEDDINGS, TOKENS
-        from .batch_slice import BatchSlice, Rows, sequences_in, tower_inputs
+        from ..call import PackedLengths
+        from ..roles import EMBEDDINGS, MASK, TOKENS
+        from .batch_slice import BatchSlice, Rows, is_in_full, sequences_in, tower_inputs
         from .runs import tokens_of
         from .split import rows_of
 
@@ -127,7 +128,9 @@ class ContextParallel:
         multiple = ranks * (_CHUNKS if rows.length >= ranks * _CHUNKS * _LONG else 2)
         padded = -(-rows.length // multiple) * multiple
         sequences, offsets, padding = rows.sequences, None, frozenset[Interval]()
-        if padded > rows.length or sequences != rows_of(rows.number, rows.length):
+        if is_in_full(MASK.of(batch), *sizes) and PackedLengths.of(batch) is None:  # which says what is padding
+            sequences = rows_of(rows.number, padded)
+        elif padded > rows.length or sequences != rows_of(rows.number, rows.length):
             behind = padded - rows.length
             moved = [(a + a // rows.length * behind, b + (b - 1) // rows.length * behind) for a, b in sequences]
             starts = {row * padded for row in range(rows.number + 1)}

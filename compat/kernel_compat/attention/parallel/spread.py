@@ -15,16 +15,19 @@ from torch.autograd.function import once_differentiable
 
 from ...errors import UnsupportedFeatureError
 from ...kernels import Functions, Kernel
-from ...kernels.memo import fixed_shapes
+from ...kernels.memo import fixed_shapes, memoised
+from ...kernels.options import Mask
 from ..boundaries import offsets_on_host
 from ..call import AttentionCall, check_heads
 from ..forward import attention_forward
 from ..forward_context import current_context
-from ..layout import PackedLayout, SequenceLayout
+from ..layout import MaskedLayout, PackedLayout, SequenceLayout
+from ..mask_reduction import visible_and_bias
 from ..resolution import layout_of
 from ..roles import KEY_OFFSETS, QUERY_OFFSETS
-from ..tensors import require
+from ..tensors import require, same_storage
 from .checks import counts_from_padding, on_every_rank, require_positions, require_shares
+from .columns import counts_columns, of_columns
 from .exchange import Transfer
 from .groups import Ranks
 from .plan import AttentionPlan, Spread, spread_of
@@ -48,16 +51,18 @@ class SpreadLayout(SequenceLayout):
     Attributes:
         spread: the batch over ranks.
         ranks: which they are.
+        mask: of all tokens; None for causality and the window alone.
     """
 
     spread: Spread
     ranks: Ranks
+    mask: Mask | None
 
     def attend(self, functions: Functions, call: AttentionCall) -> Tensor:
         """See `SequenceLayout.attend`: of the rank's tokens; there is no bias."""
         assert call.bias is None
         plan = self._plan(call)
-        has_parts = call.key.shape[2] // plan.units[1] % 2 == 0
+        has_parts = self.mask is None and call.key.shape[2] // plan.units[1] % 2 == 0
         in_parts = has_parts and self.spread.pairs * call.query.shape[2] >= _LEAST_WORK
         return _Attention(functions, call, self, plan, 2 if in_parts else 1).output()
 
@@ -117,6 +122,8 @@ class _Attention:
         """The output of a part, on its way to the ranks whose tokens it is of."""
         (query, key, value), plan, causal = self._arrived(under_way), self._plan, self._layout.causal
         call, results = self._call._replace(sinks=sinks), []
+        if plan.columns is not None:
+            results.append(self._under_mask(query, key, value, call, plan.columns))
         for part in plan.calls:
             q, k, v = _between(query, part.queries), _between(key, part.keys), _between(value, part.keys)
             results.append(self._functions.attend(q, k, v, call.options(causal, part.window), part.lengths))
@@ -126,6 +133,22 @@ class _Attention:
             out = results[0] if len(results) == 1 else torch.cat(results)
         out = out if plan.queries is None else plan.queries.put(out)
         return out if plan.to_heads is None else plan.to_heads.launch_back(out, self._group)
+
+    def _under_mask(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, columns: Tensor) -> Tensor:
+        """Of a part of the queries of each row, (tokens, heads, head_dim), and the keys of whole rows."""
+        whole, units = self._layout.mask, self._plan.units[0]
+        assert whole is not None
+        assert whole.visible is not None
+
+        def of_rank(mask: Tensor) -> Tensor:
+            own = mask if mask.shape[1] == 1 else mask.chunk(units, 1)[dist.get_rank(self._group) % units]
+            return own.index_select(2, columns)
+
+        visible, bias = memoised(whole.visible, ("of a rank", units), partial(of_rank, whole.visible)), whole.bias
+        if bias is not None:
+            bias = of_rank(bias)
+        q, k, v = (x.unflatten(0, (call.query.shape[0], -1)) for x in (query, key, value))
+        return self._functions.attend(q, k, v, call.options(False, (-1, -1)), mask=Mask(visible, bias)).flatten(0, 1)
 
     def _back(self, output: Tensor | Transfer) -> Tensor:
         if isinstance(output, Transfer):
@@ -166,7 +189,8 @@ def over_ranks(kernel: Kernel, name: str, alone: Callable[..., Any], over: Conte
         alone: computes calls without a group. In one of one rank, and with ``skip_sequence_parallel=True`` or VeOmni's
             ``skip_ulysses=True``, a rank attends to its own tokens.
     """
-    spread, within_rank = attention_forward(kernel, name, attend=_attend(over)), attention_forward(kernel, name)
+    attend = _attend(over)
+    spread, within_rank = attention_forward(kernel, name, attend=attend), attention_forward(kernel, name)
 
     def forward(
         module: torch.nn.Module,
@@ -189,7 +213,10 @@ def over_ranks(kernel: Kernel, name: str, alone: Callable[..., Any], over: Conte
                     f"positions that don't begin at 0, as {type(module).__name__}'s model counts them",
                     "Use sequence_parallel= for it, and pass them.",
                 )
-            return spread(module, query, key, value, attention_mask, **kwargs)
+            of_layer = spread
+            if counts_columns(module):
+                of_layer = attention_forward(kernel, name, attend=partial(attend, layer=module))
+            return of_layer(module, query, key, value, attention_mask, **kwargs)
         attention_mask = slice_of(attention_mask, key.shape[2], ranks, rank)
         return within_rank(module, query, key, value, attention_mask, **kwargs)
 
@@ -197,12 +224,12 @@ def over_ranks(kernel: Kernel, name: str, alone: Callable[..., Any], over: Conte
     return forward
 
 
-def _attend(over: ContextParallel) -> Callable[[Kernel, AttentionCall], Tensor]:
-    """`forward.flash_attention` for the tokens of one of several ranks."""
+def _attend(over: ContextParallel) -> Callable[..., Tensor]:
+    """`forward.flash_attention` for the tokens of one of several ranks; of a layer that counts columns, with the layer."""
     # The first call waits for the device in its checks, and the ranks exchange the result, as in `ulysses`.
     is_first = True
 
-    def attend(kernel: Kernel, call: AttentionCall) -> Tensor:
+    def attend(kernel: Kernel, call: AttentionCall, layer: torch.nn.Module | None = None) -> Tensor:
         nonlocal is_first
         ranks, functions = over.ranks(), kernel.load()
         assert ranks is not None
@@ -214,9 +241,12 @@ def _attend(over: ContextParallel) -> Callable[[Kernel, AttentionCall], Tensor]:
         else:
             layout = prepare()
         is_first = False
+        if layer is not None:
+            columns = layout.spread.columns(share.rank, call.query.device)
+            call = call._replace(query=of_columns(layer, call.query, columns))
         return layout.attend(functions, call)
 
-    disabled: Callable[[Kernel, AttentionCall], Tensor] = torch.compiler.disable(attend)
+    disabled: Callable[..., Tensor] = torch.compiler.disable(attend)
     return disabled  # which keys go where is found on the host
 
 
@@ -238,7 +268,7 @@ class _Share:
         rank: int = dist.get_rank(self.ranks.group)
         return rank
 
-    def layout(self, functions: Functions, call: AttentionCall) -> SequenceLayout:
+    def layout(self, functions: Functions, call: AttentionCall) -> SpreadLayout:
         """The layout of the rank's tokens in a call.
 
         Raises:
@@ -268,38 +298,76 @@ class _Share:
         query, key, value = (
             x.new_empty(1).expand(batch, tokens, *x.shape[2:]) for x in (call.query, call.key, call.value)
         )
-        whole = call._replace(query=query, key=key, value=value, lengths=lengths, positions=None, sinks=None)
-        if whole.mask is not None:
-            whole = whole._replace(mask=self._in_order(whole.mask, batch, tokens))
-        return layout_of(whole, functions, context, partial(self._spread, positions))
+        mask, chunk = call.mask, 0
+        for record in () if context is None or mask is None else context.chunks:
+            if same_storage(record.mask, call.mask):
+                mask, chunk = record.padding, record.size
+        whole = call._replace(
+            query=query,
+            key=key,
+            value=value,
+            lengths=lengths,
+            positions=None,
+            sinks=None,
+            mask=None if mask is None else self._whole(mask, (batch, heads, tokens)),
+        )
+        layout = layout_of(whole, functions, context, partial(self._spread, positions, chunk), chunk)
+        assert isinstance(layout, SpreadLayout)
+        return layout
 
-    def _in_order(self, mask: Tensor, batch: int, tokens: int) -> Tensor:
-        if mask.ndim != 2 or mask.shape[1] != tokens:
-            raise _unsupported(
-                f"a mask of shape {tuple(mask.shape)} for a sequence of {tokens}",
-                "Pass the whole batch through ContextParallel.shard.",
-            )
-        return self.over.in_order(mask, rows_of(batch, tokens))
+    def _whole(self, mask: Tensor, sizes: tuple[int, int, int]) -> Tensor:
+        """A mask of all tokens in their order.
 
-    def _spread(self, positions: Tensor | None, layout: SequenceLayout, call: AttentionCall) -> SpreadLayout:
-        """The rank's share of a layout of all tokens."""
+        Raises:
+            UnsupportedFeatureError: it is another rank's, or of other sizes.
+        """
+        batch, heads, tokens = sizes
+        if mask.ndim == 4 and mask.shape[2:] == (tokens, tokens):
+            if mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads):
+                return mask
+        elif mask.ndim == 2 and mask.shape[1] == tokens:
+            return memoised(mask, ("in order",), lambda: self.over.in_order(mask, rows_of(batch, tokens)))
+        raise _unsupported(
+            f"a mask of shape {tuple(mask.shape)} for a sequence of {tokens}",
+            "Pass the whole batch through ContextParallel.shard.",
+        )
+
+    def _spread(
+        self, positions: Tensor | None, chunk: int, layout: SequenceLayout, call: AttentionCall
+    ) -> SpreadLayout:
+        """The rank's share of a layout of all tokens, whose sequences are cut into chunks of a size; 0 for none."""
         batch, tokens = call.query.shape[:2]
-        rows = rows_of(batch, tokens)
-        sequences = rows
+        sequences = known = rows_of(batch, tokens)
+        pattern: tuple[bool, tuple[int, int]] | None = (layout.causal, layout.window)
+        mask = None
         if type(layout) is PackedLayout:
             sequences = _sequences_of(layout, batch * tokens)
+        elif type(layout) is MaskedLayout and layout.mask.segments is None and pattern == (False, (-1, -1)):
+            mask, pattern = layout.mask, None
         elif type(layout) is not SequenceLayout:
-            raise _unsupported(
-                "a mask besides padding, causality and a window", "Pass packed sequences by their lengths."
-            )
-        # A mask of a rank's slice says nothing of the others'.
-        known = rows if self.over.split == "balanced" and call.lengths is None else sequences
+            raise _unsupported("a window over padding between tokens", "Pass the tokens without it.")
+        if call.lengths is not None:  # a mask of a rank's slice says nothing of the others'
+            known = sequences_between(offsets_on_host(call.lengths.offsets()[0]), batch * tokens)
         split = self.over.split_of(known, tokens)
-        if positions is not None:
+        if positions is not None and call.mask is not None and call.mask.ndim == 4:
+            self._require_no_default(positions, split.runs[self.rank][0][0], call.mask)
+        elif positions is not None:
             held = split.held(self.rank, batch)
             require_positions_of(held, positions, sequences, (batch, tokens), self.rank, self.wait)
-        pattern = (layout.causal, layout.window)
-        return SpreadLayout(*pattern, tokens, spread_of(split, tuple(sequences), batch, pattern), self.ranks)
+        if chunk:
+            sequences = [(at, min(at + chunk, stop)) for start, stop in sequences for at in range(start, stop, chunk)]
+        spread = spread_of(split, tuple(sequences), batch, pattern)
+        return SpreadLayout(layout.causal, layout.window, tokens, spread, self.ranks, mask)
+
+    def _require_no_default(self, positions: Tensor, first: int, mask: Tensor) -> None:
+        """Check that positions beside a 4D mask, which may be any, don't begin at 0 behind a token that is seen.
+
+        Args:
+            first: the rank's first column.
+        """
+        visible, _ = visible_and_bias(mask, *mask.shape[2:])
+        default = (positions == torch.arange(positions.shape[-1], device=positions.device)).all()
+        require(~(default & visible[:, :, first, :first].any()), _wrong_positions(self.rank), self.wait)
 
 
 def require_positions_of(
@@ -335,11 +403,13 @@ def require_positions_of(
     holds = (inside == indices_of(counts, positions.device)).all() | (
         inside == indices_of(columns, positions.device)
     ).all()
-    require(
-        holds,
+    require(holds, _wrong_positions(rank), wait)
+
+
+def _wrong_positions(rank: int) -> str:
+    return (
         f"position_ids on rank {rank} are not those of its tokens. Pass the whole batch through ContextParallel.shard, or "
-        "positions that are sliced as the tokens are (by default they begin at 0 on every rank)",
-        wait,
+        "positions that are sliced as the tokens are (by default they begin at 0 on every rank)"
     )
 
 

@@ -133,13 +133,14 @@ def gathering_mask_function(
     Args:
         group: as for `ulysses`.
         alone: the mask function of calls that aren't spread; None for `plain_mask_function`.
-        refuses_others: whether masks besides padding, causality and a window raise UnsupportedFeatureError here. Built of slices, they
-            may fail in other ways before the forward refuses them.
+        refuses_others: whether masks besides padding, causality, a window and chunks raise UnsupportedFeatureError here. Built of slices,
+            they may fail in other ways before the forward refuses them.
     """
     import torch.distributed as dist
 
     from ...kernels.memo import fixed_shapes
-    from ..mask_function import mask_pattern, plain_mask_function, query_length
+    from ..forward_context import ChunkRecord, current_context
+    from ..mask_function import chunk_size, mask_of_ones, mask_pattern, plain_mask_function, query_length
     from .all_to_all import gather_mask
     from .text_model import is_unsplit
 
@@ -149,26 +150,33 @@ def gathering_mask_function(
         if (group := source()) is None or is_unsplit():
             return (alone or plain_mask_function)(**arguments)
         mask: Tensor | None = MASK.of(arguments)
-        ranks, length = dist.get_world_size(group), query_length(arguments)
-        if refuses_others and ranks > 1 and mask_pattern(arguments) is None and not _skips_all():
-            raise UnsupportedFeatureError(
-                "a mask besides padding, causality and a window",
-                "context parallelism",
-                "Images whose tokens see each other both ways, and chunks, can't be split: use another name for this model.",
-            )
-        if (
+        ranks, length, context = dist.get_world_size(group), query_length(arguments), current_context()
+        pattern, chunk = mask_pattern(arguments), None
+        if refuses_others and ranks > 1 and pattern is None and not _skips_all():
+            chunk = chunk_size(arguments)
+            if chunk is None or context is None:
+                raise UnsupportedFeatureError(
+                    "a mask besides padding, causality, a window and chunks, made of a rank's tokens",
+                    "context parallelism",
+                    "Pass images through ContextParallel.shard with the batch, or a 4D attention_mask of the whole batch.",
+                )
+        # As many keys as queries: there is no cache. Other patterns are built in full from slices, and the forward refuses them.
+        columns = None if mask is None else mask.shape[1]
+        if chunk is None and (
             ranks == 1
-            or mask is None
-            or mask.shape[1] not in (length, ranks * length)
-            # As many keys as queries: there is no cache. Other patterns are built in full from slices, and the forward refuses
-            # them.
-            or arguments["kv_length"] not in (length, mask.shape[1])
-            or mask_pattern(arguments) is None
+            or columns not in (length, ranks * length)
+            or arguments["kv_length"] not in (length, columns)
+            or pattern is None
         ):
             return plain_mask_function(**arguments)
-        if mask.shape[1] == length:
+        if mask is not None and columns == length:
             mask = gather_mask(mask, group, ranks)
-        return None if not fixed_shapes(mask) and bool(mask.all()) else mask
+        padding = None if mask is None or (not fixed_shapes(mask) and bool(mask.all())) else mask
+        if chunk is None or context is None:
+            return padding
+        tokens = mask_of_ones(arguments, ranks * length)[:, None, None]
+        context.chunks.append(ChunkRecord(tokens, padding, chunk))
+        return tokens
 
     return mask_function
 
