@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import kernel_compat
 from kernel_compat import ContextParallel
 from kernel_compat.attention.parallel import mixing, spread
+from kernel_compat.kernels import reference
 
 NAMES = {
     "balanced": "my_flash_balanced",
@@ -39,6 +41,8 @@ NAMES = {
     "padding-free": "my_flash_padding_free",
 }
 ALONE = "my_flash_alone"
+#: Of a kernel that takes no mask.
+WITHOUT_MASKS = "my_flash_without_masks"
 #: No number of ranks divides it: rows are padded.
 LENGTH = 29
 #: Of packed sequences; those of a second row begin elsewhere.
@@ -183,12 +187,16 @@ CASES_ON_A_MESH = (
     "packed by positions",
     "a window",
     "sinks",
+    "chunks, padded",
+    "a mask of heads",
+    "a mask of numbers",
     f"packed, {MIXED}",
     "packed, mamba",
 )
 #: As many processes have the tokens of a batch one by one.
 MANY = 8
 CASES_ON_MANY = (
+    *("chunks, packed", "a mask of heads", "a mask of blocks, contiguous"),
     *("causal", "padded", "one key head", "packed by positions", "packed by lengths", "a window", "a window, packed"),
     *("padding left out", f"packed, {MIXED}"),
 )
@@ -302,6 +310,10 @@ def work(rank: int, mesh: tuple[int, ...], folder: Path) -> None:
     for split, name in NAMES.items():  # before the process group exists
         padding_free = split == "padding-free"
         kernel_compat.register_attention(name, KERNEL, context_parallel=over[split], padding_free=padding_free)
+    without = SimpleNamespace(
+        flash_attn_func=reference.flash_attn_func, flash_attn_varlen_func=reference.flash_attn_varlen_func
+    )
+    kernel_compat.register_attention(WITHOUT_MASKS, without, context_parallel=over["balanced"])
     assert kernel_compat.install().ok
     dist.init_process_group(
         "gloo",
@@ -324,6 +336,10 @@ def work(rank: int, mesh: tuple[int, ...], folder: Path) -> None:
     results["encoder"] = encoded(NAMES["balanced"], over["balanced"])
     loss, gradients = of_images(NAMES["balanced"], over["balanced"])
     results["images"] = summed(loss), {key: summed(gradient) for key, gradient in gradients.items()}
+    for kind in BOTH_WAYS:
+        loss, gradients = of_both_ways(kind, NAMES["balanced"], over["balanced"])
+        results[kind] = summed(loss), {key: summed(gradient) for key, gradient in gradients.items()}
+    results["by hand"] = by_hand(folder, NAMES["contiguous"], over["contiguous"])
     results["refused"] = [None] * ranks
     dist.all_gather_object(results["refused"], refused(folder, rank))
     replaced = functions_of_ours()
@@ -406,7 +422,7 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
         of_all(**given, labels=torch.tensor([1]))
     except kernel_compat.UnsupportedFeatureError as error:
         messages["a label of the sequence"] = str(error)
-    messages |= refused_images(model, over)
+    messages |= refused_images(model, over) | refused_masks(folder, over)
     dropping = load(saved(folder, "llama_gqa"), NAMES["contiguous"])
     dropping.forward = lambda position_ids, **rest: type(dropping).forward(dropping, **rest)
     try:
@@ -444,31 +460,50 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
 
 
 def refused_images(text: Any, over: ContextParallel) -> dict[str, str]:
-    """The messages of images in a model without them, and of images whose tokens see each other both ways."""
+    """The messages of images in a model without them, and of those whose tokens see each other both ways where that can't be computed."""
     messages = {}
     pixels, ids = torch.zeros(1, 3, 16, 16), torch.tensor([[5, 90, 90, 90, 90, 6]])
     try:
         text(**over.shard({"input_ids": ids, "pixel_values": pixels}), use_cache=False)
     except kernel_compat.UnsupportedFeatureError as error:
         messages["images of no model"] = str(error)
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.Gemma3Config(
-        text_config={**SHAPE, "head_dim": 16},
-        vision_config={**vision, "image_size": 16, "patch_size": 4},
-        mm_tokens_per_image=4,
-        image_token_index=90,
-    )
-    gemma = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation=NAMES["balanced"])
-    batch = {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == 90).long()}
+    for what, name, images in (
+        ("images both ways", WITHOUT_MASKS, True),
+        ("text both ways", NAMES["balanced"], False),
+    ):
+        try:
+            of_both_ways("gemma3", name, over, images)
+        except (ValueError, kernel_compat.UnsupportedFeatureError) as error:
+            messages[what] = str(error)
+    return messages
+
+
+def refused_masks(folder: Path, over: ContextParallel) -> dict[str, str]:
+    """The messages of masks that can't be spread, each the first call of its name."""
+    messages = {}
+    batch = {"input_ids": torch.arange(3, 3 + LENGTH).expand(2, -1), "attention_mask": masks("heads", 2)}
+    behind = {**over.shard(batch), "attention_mask": batch["attention_mask"].roll(dist.get_rank(), -1)}
+    of_rank = over.shard({**batch, "attention_mask": masks("blocks", 2)})
+    length = of_rank["input_ids"].shape[1]
+    local = torch.ones(2, 1, length, length, dtype=torch.bool)
+    passed = {
+        "another rank's mask": over.shard({**batch, "attention_mask": behind["attention_mask"]}),
+        "a mask of a slice": {**of_rank, "attention_mask": local},
+        "default positions under a mask": {**of_rank, "position_ids": torch.arange(length).expand(2, -1)},
+        "a mask beside packed sequences": {**batch, **CASES["packed by lengths"].batch(), **batch},
+    }
+    for what, given in passed.items():
+        name = f"my_flash_{'_'.join(what.replace(chr(39), '').split())}"
+        kernel_compat.register_attention(name, KERNEL, context_parallel=over)
+        model = load(saved(folder, "llama_gqa"), name)
+        try:
+            model(**(over.shard(given) if "packed" in what else given), use_cache=False)
+        except (ValueError, kernel_compat.UnsupportedFeatureError) as error:
+            messages[what] = str(error)
     try:
-        gemma(**over.shard(batch), use_cache=False)
-    except kernel_compat.UnsupportedFeatureError as error:
-        messages["images both ways"] = str(error)
-    del batch["pixel_values"]
-    try:
-        gemma(**over.shard(batch), use_cache=False)
-    except kernel_compat.UnsupportedFeatureError as error:
-        messages["text both ways"] = str(error)
+        load(saved(folder, "llama_gqa"), WITHOUT_MASKS)(**over.shard(batch), use_cache=False)
+    except ValueError as error:
+        messages["a mask of heads"] = str(error)
     return messages
 
 
@@ -560,6 +595,76 @@ def of_images(name: str, over: ContextParallel | None = None) -> tuple[Tensor, d
     return loss.detach(), {
         key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()
     }
+
+
+#: Models whose images' tokens see each other both ways.
+BOTH_WAYS = ("gemma3", "paligemma")
+
+
+def model_of_both_ways(kind: str, name: str) -> Any:
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if kind == "gemma3":
+        config = transformers.Gemma3Config(
+            text_config={**SHAPE, "head_dim": 16, "sliding_window": 8},
+            vision_config={**tower, "image_size": 16, "patch_size": 4, "vision_use_head": False},
+            mm_tokens_per_image=4,
+            image_token_index=90,
+        )
+        model = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation=name)
+    else:
+        config = transformers.PaliGemmaConfig(
+            text_config=transformers.GemmaConfig(**SHAPE, head_dim=8),
+            vision_config=transformers.SiglipVisionConfig(**tower, image_size=16, patch_size=8, vision_use_head=False),
+            image_token_index=90,
+            projection_dim=64,
+            hidden_size=64,
+        )
+        model = transformers.PaliGemmaForConditionalGeneration._from_config(config, attn_implementation=name)
+    return randomize(model).double().train()
+
+
+def of_both_ways(
+    kind: str, name: str, over: ContextParallel | None = None, images: bool = True
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and its gradients, of two padded rows with an image each; each rank's share under `over`."""
+    batch = Case("", rows=2, padded=True).batch()
+    generator = torch.Generator().manual_seed(0)
+    batch["input_ids"][0, 9:13] = batch["input_ids"][1, 12:16] = 90
+    types = (batch["input_ids"] == 90).long()
+    batch["token_type_ids"] = types if kind == "gemma3" else (torch.arange(LENGTH) > 17).long().expand(2, -1).clone()
+    if images:
+        batch["pixel_values"] = torch.randn(2, 3, 16, 16, generator=generator, dtype=torch.float64)
+    targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    share = {**batch, "shift_labels": targets} if over is None else over.shard(batch)
+    targets = share.pop("shift_labels")
+    del share["labels"]
+    torch.manual_seed(0)
+    model = model_of_both_ways(kind, name)
+    with InDouble():
+        logits = model(**share, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss.backward()
+    return loss.detach(), {
+        key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()
+    }
+
+
+def by_hand(folder: Path, name: str, over: ContextParallel | None = None) -> Tensor:
+    """The logits of chunks in padded rows; under `over` of ranks that pass equal slices of the mask themselves."""
+    model = load(path_of(folder, "llama4_chunks"), name).to(torch.float64)
+    ranks, rank = (1, 0) if over is None else (dist.get_world_size(), dist.get_rank())
+    columns, mask = torch.arange(240), torch.ones(2, 240, dtype=torch.int64)
+    mask[0, :7] = mask[1, 200:] = 0
+    own = columns.chunk(ranks)[rank]
+    with torch.no_grad(), InDouble():
+        given = {"input_ids": ((columns * 7) % 90 + 3)[own].expand(2, -1), "position_ids": own.expand(2, -1)}
+        logits = model(**given, attention_mask=mask[:, own], use_cache=False).logits
+    parts = [torch.empty_like(logits) for _ in range(ranks)]
+    if over is None:
+        parts = [logits]
+    else:
+        dist.all_gather(parts, logits.contiguous())
+    return torch.cat(parts, 1) * mask[..., None]
 
 
 def bart(name: str) -> Any:

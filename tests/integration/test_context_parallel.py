@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import CASES, NAMES, OF_FUNCTIONS, cases, encoded, judged, of_images, of_scenarios, start
+from sharded import (
+    BOTH_WAYS,
+    CASES,
+    NAMES,
+    OF_FUNCTIONS,
+    by_hand,
+    cases,
+    encoded,
+    judged,
+    of_both_ways,
+    of_images,
+    of_scenarios,
+    start,
+)
 from small_mixers import MODELS
 from tiny import NAME, TRANSFORMERS
 
@@ -83,6 +96,20 @@ def test_images(results: dict[str, Any]) -> None:
         assert gradient.any() or "k_proj.bias" in parameter, parameter
 
 
+@pytest.mark.parametrize("kind", BOTH_WAYS)
+def test_images_whose_tokens_see_each_other(results: dict[str, Any], kind: str) -> None:
+    loss, gradients = of_both_ways(kind, NAME)
+    torch.testing.assert_close(results[kind][0], loss, rtol=1e-9, atol=0)
+    for parameter, gradient in gradients.items():
+        if "k_proj.bias" not in parameter:  # zero but for rounding
+            assert gradient.any(), parameter
+            assert (results[kind][1][parameter] - gradient).norm() <= 1e-9 * gradient.norm(), parameter
+
+
+def test_chunks_in_slices_made_by_hand(results: dict[str, Any], folder: Path) -> None:
+    torch.testing.assert_close(results["by hand"], by_hand(folder, NAME), rtol=1e-9, atol=1e-9)
+
+
 def test_refused_on_every_rank(results: dict[str, Any]) -> None:
     """No rank waits for another that has raised."""
     for rank, messages in enumerate(results["refused"]):
@@ -101,9 +128,16 @@ def test_refused_on_every_rank(results: dict[str, Any]) -> None:
         assert "a mask of shape (1, 1, 8, 8)" in messages["4D mask"]
         assert "a model that doesn't pass its position_ids on" in messages["positions that are dropped"]
         assert "pixel_values of LlamaForCausalLM" in messages["images of no model"]
-        assert "not images whose tokens see each other both ways" in messages["images both ways"]
+        of_kernel = "this 4D attention mask is not made of padding, causality"
+        both_ways = messages["images both ways"]
+        assert of_kernel in both_ways or "does not support flash attention" in both_ways  # the model says so since 5.24
         if TRANSFORMERS.release >= (5, 24):
-            assert "a mask besides padding, causality and a window" in messages["text both ways"]
+            assert "a mask besides padding, causality, a window and chunks" in messages["text both ways"]
+        assert "a 4D attention mask that differs between heads" in messages["a mask of heads"]
+        assert "the ranks have other packed sequences, windows or masks" in messages["another rank's mask"]
+        assert "a mask of shape (2, 1, " in messages["a mask of a slice"]
+        assert (own if rank else "of the group refuses this call") in messages["default positions under a mask"]
+        assert "packed sequences, or padding that is left out" in messages["a mask beside packed sequences"]
         assert "9 keys beside 1 queries, as with a cache" in messages["a cache"]
         assert "differentiate twice" in messages["gradients of gradients"]
         assert float(messages["skipped"]) == 0

@@ -51,30 +51,38 @@ class Slice(NamedTuple):
 
 
 def on_every_rank(
-    prepare: Callable[[], T], sizes: tuple[int, int], device: torch.device, group: dist.ProcessGroup | None
+    prepare: Callable[[], T],
+    sizes: tuple[int, int],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    digest: Callable[[T], int] = lambda _: 0,
 ) -> T:
     """Return ``prepare()`` if it raises on no rank and all ranks have as many tokens; else raise on every rank.
 
     Args:
         sizes: the batch size and the length of this rank's slice.
+        digest: a number of what must be the same on every rank of what was prepared.
 
     Raises:
-        ValueError: `prepare` raised on another rank, or another rank has another number of tokens.
+        ValueError: `prepare` raised on another rank, or another rank has another number of tokens, or another digest.
     """
-    own_error = None
+    own_error, own_digest = None, 0
     try:
         prepared = prepare()
+        own_digest = digest(prepared)
     except Exception as error:  # each is raised below
         own_error = error
-    row = [*sizes, own_error is not None]
+    row = [*sizes, own_error is not None, own_digest]
     rows = all_to_all(torch.tensor([row] * dist.get_world_size(group), device=device), group).tolist()
     if own_error is not None:
         raise own_error
-    if refusing := [str(rank) for rank, (_, _, refuses) in enumerate(rows) if refuses]:
+    if refusing := [str(rank) for rank, (_, _, refuses, _) in enumerate(rows) if refuses]:
         raise ValueError(f"rank {', '.join(refusing)} of the group refuses this call: the error there says why")
-    if any(other != rows[0] for other in rows):
-        shapes = ", ".join(f"{batch} x {length}" for batch, length, _ in rows)
+    if any(other[:2] != rows[0][:2] for other in rows):
+        shapes = ", ".join(f"{batch} x {length}" for batch, length, *_ in rows)
         raise ValueError(f"every rank must have a slice of the same length, and they are (batch x length) {shapes}")
+    if any(other != rows[0] for other in rows):
+        raise ValueError("the ranks have other packed sequences, windows or masks: every rank must get the same batch")
     return prepared
 
 

@@ -92,6 +92,8 @@ class Spread:
     ) -> None:
         self._sequences, self._pattern, self._is_masked = sequences, pattern or (False, (-1, -1)), pattern is None
         self._length = split.length
+        #: What it is of.
+        self.key = (split, tuple(sequences), batch, pattern)
         self._held = [split.held(rank, batch) for rank in range(len(split.runs))]
         self._tokens = size(self._held[0])
         #: Pairs of a query and a key that it sees, on the average rank.

@@ -66,6 +66,14 @@ class SpreadLayout(SequenceLayout):
         in_parts = has_parts and self.spread.pairs * call.query.shape[2] >= _LEAST_WORK
         return _Attention(functions, call, self, plan, 2 if in_parts else 1).output()
 
+    def digest(self) -> int:
+        """A number of what every rank must have alike: the sequences, and how many pairs each row and column of a mask shows. Synchronises."""
+        shown = []
+        if self.mask is not None and (visible := self.mask.visible) is not None:
+            counts = [visible.sum(dim).flatten() for dim in (-1, -2)]
+            shown = [int((n * torch.arange(1, len(n) + 1, device=n.device)).sum()) for n in counts]
+        return hash((self.spread.key, *shown))
+
     def _plan(self, call: AttentionCall) -> AttentionPlan:
         heads = call.query.shape[2], call.key.shape[2]
         shared = self.ranks.head_ranks or self.spread.head_ranks(*heads)
@@ -237,7 +245,7 @@ def _attend(over: ContextParallel) -> Callable[..., Tensor]:
         prepare = partial(share.layout, functions, call)
         if share.wait:
             batch, length = call.query.shape[:2]
-            layout = on_every_rank(prepare, (batch, length), call.query.device, ranks.group)
+            layout = on_every_rank(prepare, (batch, length), call.query.device, ranks.group, SpreadLayout.digest)
         else:
             layout = prepare()
         is_first = False
