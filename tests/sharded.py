@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 import transformers
+from any_layer import separates_chunks
 from autograd_scenarios import SCENARIOS
 from ranks import EXPERTS, KERNEL
 from small_mixers import MODELS, InDouble
@@ -64,7 +65,7 @@ class Case:
     @property
     def in_double(self) -> bool:
         """Whether casts to float32 are left out: a mode, which isn't there while a checkpoint is computed again."""
-        return self.model in {*MODELS, "llama4_chunks"} and not self.checkpointed
+        return self.model in MODELS and not self.checkpointed
 
     def batch(self) -> dict[str, Any]:
         """The whole batch, with labels of the tokens that follow one of their sequence."""
@@ -206,7 +207,8 @@ def cases(mesh: tuple[int, ...]) -> dict[str, Case]:
     """The cases that are run on a mesh, whose models this transformers has and can spread."""
     models = {*CAUSAL_LMS, *(MODELS if TRANSFORMERS.release >= OF_FUNCTIONS else ())}
     names = CASES_ON_MANY if math.prod(mesh) >= MANY else CASES_ON_A_MESH if len(mesh) > 1 else CASES
-    return {name: CASES[name] for name in names if CASES[name].model in models}
+    left_out = () if separates_chunks() else ("chunks, packed", "chunks, packed by lengths", "chunks, checkpointed")
+    return {name: CASES[name] for name in names if CASES[name].model in models and name not in left_out}
 
 
 def path_of(folder: Path, model: str) -> Path:
@@ -482,12 +484,14 @@ def refused_masks(folder: Path, over: ContextParallel) -> dict[str, str]:
     """The messages of masks that can't be spread, each the first call of its name."""
     messages = {}
     batch = {"input_ids": torch.arange(3, 3 + LENGTH).expand(2, -1), "attention_mask": masks("heads", 2)}
-    behind = {**over.shard(batch), "attention_mask": batch["attention_mask"].roll(dist.get_rank(), -1)}
-    of_rank = over.shard({**batch, "attention_mask": masks("blocks", 2)})
+    blocks = masks("blocks", 2)
+    of_rank = over.shard({**batch, "attention_mask": blocks})
     length = of_rank["input_ids"].shape[1]
     local = torch.ones(2, 1, length, length, dtype=torch.bool)
+    another = blocks.clone()
+    another[0, 0, 20, dist.get_rank()] = False
     passed = {
-        "another rank's mask": over.shard({**batch, "attention_mask": behind["attention_mask"]}),
+        "another rank's mask": over.shard({**batch, "attention_mask": another}),
         "a mask of a slice": {**of_rank, "attention_mask": local},
         "default positions under a mask": {**of_rank, "position_ids": torch.arange(length).expand(2, -1)},
         "a mask beside packed sequences": {**batch, **CASES["packed by lengths"].batch(), **batch},
@@ -656,7 +660,7 @@ def by_hand(folder: Path, name: str, over: ContextParallel | None = None) -> Ten
     columns, mask = torch.arange(240), torch.ones(2, 240, dtype=torch.int64)
     mask[0, :7] = mask[1, 200:] = 0
     own = columns.chunk(ranks)[rank]
-    with torch.no_grad(), InDouble():
+    with torch.no_grad():
         given = {"input_ids": ((columns * 7) % 90 + 3)[own].expand(2, -1), "position_ids": own.expand(2, -1)}
         logits = model(**given, attention_mask=mask[:, own], use_cache=False).logits
     parts = [torch.empty_like(logits) for _ in range(ranks)]
