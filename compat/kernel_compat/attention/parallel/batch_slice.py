@@ -201,7 +201,7 @@ class BatchSlice:
 def is_in_full(masks: Any, rows: int, length: int) -> bool:
     """Whether a mask, or each of those of types of layers, has every query and key of the batch."""
     parts = [*masks.values()] if isinstance(masks, dict) else [masks]
-    shapes = [getattr(part, "shape", ()) for part in parts]
+    shapes = [tuple(getattr(part, "shape", ())) for part in parts]
     return all(len(shape) == 4 and shape[0] in (1, rows) and shape[2:] == (length, length) for shape in shapes)
 
 

@@ -147,9 +147,9 @@ class Spread:
             share = [rows * (other // head_ranks == group) for other in range(len(self._held))]
             to_heads = Exchange(_selection(of_units, rows, head_ranks, device), share, share)
             arrived = [run for held in _own_first(self._held[first : first + head_ranks], member) for run in held]
-        columns = None
+        columns, calls = None, tuple[KernelCall, ...]()
         if self._is_masked:
-            calls, keys = (), needed[group]
+            keys = needed[group]
             queries = joined(sorted(part.queries for part in parts[group]))
             columns = self._columns(queries, device)
         else:
