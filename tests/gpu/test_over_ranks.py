@@ -156,6 +156,7 @@ def train(rank: int, ranks: int, store: Path, file: str) -> None:
     losses = {
         model_type: {
             "alone": trained(model_type, "my_flash_alone", None),
+            "alone, sdpa": trained(model_type, "sdpa", None),
             "over ranks": trained(model_type, "my_flash_over_ranks", over),
             "over ranks, sharded": trained(model_type, "my_flash_over_ranks", over, sharded=True),
         }
@@ -212,13 +213,15 @@ def test_as_exact_as_one_process(tmp_path: Path, ranks: int) -> None:
 
 
 def test_losses_of_training_runs(tmp_path: Path) -> None:
+    """At most 1e-3 apart, or no further than those of two kernels on one GPU: training amplifies rounding to bfloat16."""
     torch.multiprocessing.spawn(train, (2, tmp_path / "store", str(tmp_path / "losses.pt")), 2)
     losses = torch.load(tmp_path / "losses.pt")
     assert losses.keys() == MODELS.keys()
-    for model_type, (alone, *others) in ((of, runs.values()) for of, runs in losses.items()):
+    for model_type, runs in losses.items():
+        alone = torch.tensor(runs.pop("alone"))
         assert alone[-1] < alone[0] - 0.1, model_type
-        for over in others:
-            assert len(alone) == len(over) == STEPS
-            difference = max(abs(x - y) for x, y in zip(alone, over, strict=True))
-            print(f"{model_type}: losses {alone[0]:.3f} to {alone[-1]:.3f}, at most {difference:.1e} apart")
-            assert difference <= 1e-3, model_type
+        apart = {name: float((torch.tensor(run) - alone).abs().max()) for name, run in runs.items()}
+        print(f"{model_type}: losses {alone[0]:.3f} to {alone[-1]:.3f}, at most apart: {apart}")
+        allowed = max(1e-3, 1.5 * apart.pop("alone, sdpa"))
+        assert len(apart) == 2
+        assert max(apart.values()) <= allowed, model_type
