@@ -13,6 +13,7 @@ from .call import PackedLengths
 from .roles import (
     COMPILEABLE,
     EMBEDDINGS,
+    ENCODER_ARGUMENTS,
     ENCODER_DECODER,
     IMPLEMENTATION,
     MASK,
@@ -85,7 +86,7 @@ class ModelArguments:
         tokens_only, has_encoder_states = sized, False
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.is_floating_point() and name not in EMBEDDINGS.spellings:
-                if name.startswith(("encoder_", "cross_")):
+                if name.startswith(ENCODER_ARGUMENTS):
                     has_encoder_states = True
                 elif value.ndim > 2 and name not in MASK.spellings:
                     tokens_only = False

@@ -103,26 +103,29 @@ class ContextParallel:
             return dict(batch)
         ranks = torch.distributed.get_world_size(group)
         own = self._slice_of(batch, ranks, torch.distributed.get_rank(group))
-        share = {**batch, **own.of_labels(batch), UNSPLIT: own} if own.inputs else own.of(batch)
-        if reduction is not None and (targets := targets_in(batch)) is not None:
+        is_split_later = own.inputs or own.decoder is not None
+        share = {**batch, **own.of_labels(batch), UNSPLIT: own} if is_split_later else own.of(batch)
+        if reduction is not None and (targets := targets_in(batch, own.has_aligned_labels)) is not None:
             share[ITEMS.named()] = targets / (ranks if reduction == "mean" else 1)
         return share
 
     def _slice_of(self, batch: Mapping[str, Any], ranks: int, rank: int) -> BatchSlice:
         """A rank's slice of a batch."""
         from ..roles import EMBEDDINGS, TOKENS
-        from .batch_slice import BatchSlice, Rows, sequences_in, tower_inputs
+        from .batch_slice import BatchSlice, Decoder, Rows, sequences_in, tower_inputs
         from .runs import tokens_of
         from .split import rows_of
 
-        ids, embeddings = TOKENS.of(batch), EMBEDDINGS.of(batch)
+        decoder = Decoder.of_batch(batch)
+        arguments = batch if decoder is None else decoder.arguments
+        ids, embeddings = TOKENS.of(arguments), EMBEDDINGS.of(arguments)
         tokens = embeddings if ids is None else ids
         if tokens is None or tokens.ndim < 2:
             raise ValueError(f"a batch to be split has {TOKENS.named()} (batch, length) or {EMBEDDINGS.named()}")
         sizes = size, length = (tokens.shape[0], tokens.shape[1])
         if not size * length:
             raise ValueError(f"a batch of {size} x {length} tokens can't be split")
-        in_batch = sequences_in(batch, size, length)
+        in_batch = sequences_in(arguments, size, length)
         rows = Rows.of_batch(in_batch, size, length, self.padding_free, tokens.device)
         multiple = ranks * (_CHUNKS if rows.length >= ranks * _CHUNKS * _LONG else 2)
         padded = -(-rows.length // multiple) * multiple
@@ -134,7 +137,8 @@ class ContextParallel:
             offsets = sorted({*starts, *(edge for sequence in moved for edge in sequence)})
             sequences, padding = [*pairwise(offsets)], frozenset({*pairwise(offsets)} - {*moved})
         columns = tokens_of(self.split_of(sequences, padded).runs[rank], tokens.device)
-        return BatchSlice(sizes, in_batch, rows, columns, padded, offsets, padding, tower_inputs(batch, sizes))
+        inputs = tower_inputs(batch, sizes)
+        return BatchSlice(sizes, in_batch, rows, columns, padded, offsets, padding, inputs, decoder)
 
     def unshard(self, x: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """From the ranks' slices of a tensor (batch, length, ...) to the whole one, padding of `shard` included. Has no gradient.
