@@ -28,8 +28,8 @@ _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"
 
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     from kernel_compat.attention.forward_context import with_context
-    from kernel_compat.attention.heads import require_labels_of_slices
-    from kernel_compat.attention.parallel.text_model import require_whole_batch, split_at_text_model
+    from kernel_compat.attention.heads import require_labels_of_slices, require_whole_batch
+    from kernel_compat.attention.parallel.text_model import split_at_text_model
     from kernel_compat.attention.tensors import require_readable
     from kernel_compat.attention.unpadding.model_call import unpadded
 

@@ -24,7 +24,7 @@ from ..patching.pass_through import described, wrapped_by
 from ..patching.wrapping import functions_beneath
 from .boundaries import Packing, Rows, Sequences, find_packing, require_agreement, restarts_of
 from .layout import SequenceLayout
-from .model_arguments import ModelArguments, arguments_by_name
+from .model_arguments import ModelArguments, arguments_by_name, without_lengths
 from .roles import UNSPLIT, cache_of, cache_returned
 from .tensors import constant, same_storage
 
@@ -362,7 +362,7 @@ def with_context(
         if not compiling or UNSPLIT in arguments or (outer is not None and outer.batch_state is not None):
             changed, state = split(self, arguments, outer)
             if changed is not None:
-                args, kwargs, arguments = (), changed, changed
+                args, kwargs, arguments = (), without_lengths(self, changed), changed
         if not compiling:
             before(self, arguments, state)
         past = cache_of(arguments)

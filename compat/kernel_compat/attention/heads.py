@@ -10,7 +10,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import UnsupportedFeatureError
+from .forward_context import BatchState
+from .model_arguments import parameter_names
+from .parallel.ulysses import SKIPS
 from .roles import (
+    DECODER_TOKENS,
     ENCODER_DECODER,
     LABELS,
     LOSS_TYPE,
@@ -22,7 +26,7 @@ from .roles import (
 )
 from .tensors import constant
 
-__all__ = ["head_of", "require_labels_of_slices"]
+__all__ = ["head_of", "require_labels_of_slices", "require_whole_batch"]
 
 #: Classes with a head that computes each token by itself, and whose loss predicts the next token, or each token.
 _NEXT_TOKEN = re.compile(r"For(Causal(LM|Image)|ConditionalGeneration)|LMHeadModel")
@@ -84,6 +88,21 @@ def _moves_labels(model: Any) -> bool:
     losses = _loss_keywords(inspect.unwrap(type(model).forward))
     passes_targets = bool(losses) and all(TARGETS.spelled([name for name in names if name]) for names in losses)
     return not passes_targets and LOSS_TYPE.attribute_of(model) != "ForMaskedLM"
+
+
+def require_whole_batch(model: Any, arguments: Mapping[str, Any], state: BatchState | None) -> None:
+    """Check that a model with an encoder and a decoder, whose attention is spread over ranks, gets the whole batch.
+
+    Raises:
+        UnsupportedFeatureError: nothing says that it does. The decoder's tokens may be made of a slice of the labels.
+    """
+    has_both = ENCODER_DECODER.attribute_of(model.config) and DECODER_TOKENS.spelled(parameter_names(type(model)))
+    if state is None and has_both and not any(arguments.get(name) for name in SKIPS):
+        raise UnsupportedFeatureError(
+            f"a slice of the tokens of {type(model).__name__}, which has an encoder beside its decoder",
+            "context parallelism",
+            f"Pass the whole batch with {DECODER_TOKENS.named()} to ContextParallel.shard, and the call what it returns.",
+        )
 
 
 def require_labels_of_slices(model: Any, arguments: Mapping[str, Any]) -> None:

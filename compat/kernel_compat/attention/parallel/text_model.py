@@ -26,7 +26,6 @@ from ..roles import (
     DECODER_TOKENS,
     DEFAULT_MASK,
     EMBEDDINGS,
-    ENCODER_DECODER,
     ENCODER_STATES,
     MASK,
     PADDING_TOKEN,
@@ -39,9 +38,8 @@ from ..roles import (
 from ..tensors import constant
 from .batch_slice import OF_LABELS, BatchSlice
 from .checks import without_positions
-from .ulysses import SKIPS
 
-__all__ = ["attends_to_encoder", "is_beside_encoder", "is_unsplit", "require_whole_batch", "split_at_text_model"]
+__all__ = ["attends_to_encoder", "is_beside_encoder", "is_unsplit", "split_at_text_model"]
 
 
 class _WholeBatch(BatchState):
@@ -110,17 +108,17 @@ def attends_to_encoder(module: Any, key: Tensor) -> bool:
     is_causal = bool(CAUSALITY.attribute_of(module))
     if is_causal and not CROSS_ATTENTION.attribute_of(module):
         return False
-    if is_causal or ENCODER_STATES.spelled(parameter_names(type(module))) is None or _number(key) != state.number:
+    if (
+        is_causal
+        or ENCODER_STATES.spelled(parameter_names(type(module))) is None
+        or key.shape[0] * key.shape[2] != state.number
+    ):
         raise UnsupportedFeatureError(
             f"{type(module).__name__} beside the states of an encoder",
             "context parallelism",
             "It attends to other keys than these states or a token's own, or it is causal: use another name for this model.",
         )
     return True
-
-
-def _number(key: Tensor) -> int:
-    return key.shape[0] * key.shape[2]
 
 
 def split_at_text_model(
@@ -146,26 +144,12 @@ def split_at_text_model(
     return _sliced(model, arguments, state.own), None if states is None else _EncoderStates(states)
 
 
-def require_whole_batch(model: Any, arguments: dict[str, Any], state: BatchState | None) -> None:
-    """Check that a model with an encoder and a decoder, whose attention is spread over ranks, gets the whole batch.
-
-    Raises:
-        UnsupportedFeatureError: nothing says that it does. The decoder's tokens may be made of a slice of the labels.
-    """
-    has_both = ENCODER_DECODER.attribute_of(model.config) and DECODER_TOKENS.spelled(parameter_names(type(model)))
-    if state is None and has_both and not any(arguments.get(name) for name in SKIPS):
-        raise UnsupportedFeatureError(
-            f"a slice of the tokens of {type(model).__name__}, which has an encoder beside its decoder",
-            "context parallelism",
-            f"Pass the whole batch with {DECODER_TOKENS.named()} to ContextParallel.shard, and the call what it returns.",
-        )
-
-
 def _sliced(model: Any, arguments: dict[str, Any], own: BatchSlice) -> dict[str, Any]:
     """The arguments of a text model for the slice. Labels among them are the slice's already."""
     labels = {name: value for name, value in arguments.items() if name in OF_LABELS}
     rest = {name: value for name, value in arguments.items() if name not in OF_LABELS}
-    if own.decoder is None or DEFAULT_MASK not in code_names(type(model)):
+    kind: type = type(model)
+    if own.decoder is None or DEFAULT_MASK not in code_names(kind):
         return own.of(rest) | labels
     ids = TOKENS.of(arguments)
     if MASK.of(arguments) is None and ids is not None:
@@ -190,7 +174,8 @@ def _tokens_of_labels(model: Any, arguments: dict[str, Any], own: BatchSlice) ->
         tokens = shift(labels)
     elif (shift := vars(sys.modules[type(model).__module__]).get(function)) is not None:
         tokens = shift(labels, PADDING_TOKEN.attribute_of(model.config), START_TOKEN.attribute_of(model.config))
-    if shift is None or _masks_padding(type(model)):
+    kind: type = type(model)
+    if shift is None or _masks_padding(kind):
         raise UnsupportedFeatureError(
             f"labels without {DECODER_TOKENS.named()}, of which {type(model).__name__} would make them",
             "context parallelism",
@@ -200,9 +185,9 @@ def _tokens_of_labels(model: Any, arguments: dict[str, Any], own: BatchSlice) ->
 
 
 @constant
-def _masks_padding(model: type) -> bool:
+def _masks_padding(kind: type) -> bool:
     """Whether a model makes a mask for its decoder, too, with the tokens."""
-    code = inspect.unwrap(model.forward).__code__  # type: ignore[attr-defined]
+    code = inspect.unwrap(kind.forward).__code__  # type: ignore[attr-defined]
     return any(
         step.opname == "STORE_FAST" and step.argval in DECODER_MASK.spellings for step in dis.get_instructions(code)
     )
