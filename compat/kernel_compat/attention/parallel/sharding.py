@@ -83,8 +83,11 @@ class ContextParallel:
         With inputs of images, videos or sound labels alone come as the slice, and the model's call gets the whole batch: it embeds
         all tokens on every rank, and its text model gets the slice of the embeddings.
 
+        With ``decoder_input_ids`` or another argument of a decoder, and with labels and no ``input_ids``, the decoder's tokens are
+        split, and the encoder runs whole on every rank. Labels stay at their places: those tokens are made by moving them.
+
         Args:
-            batch: with ``input_ids`` (batch, length) or ``inputs_embeds`` (batch, length, hidden size).
+            batch: with ``input_ids`` (batch, length) or ``inputs_embeds`` (batch, length, hidden size), or those of a decoder.
             reduction: of gradients over the ranks: ``"mean"``, as DDP and FSDP do, or ``"sum"``, as DeepSpeed does. With it the share
                 has ``num_items_in_batch``, by which transformers' losses divide, such that the reduced gradients are those of
                 the mean over the targets of the whole batch.

@@ -15,7 +15,6 @@ from torch.autograd.function import once_differentiable
 
 from ...errors import UnsupportedFeatureError
 from ...kernels import Functions, Kernel
-from ...kernels.catalog import instead
 from ...kernels.memo import fixed_shapes
 from ..boundaries import offsets_on_host
 from ..call import AttentionCall, check_heads
@@ -188,9 +187,6 @@ def over_ranks(kernel: Kernel, name: str, alone: Callable[..., Any], over: Conte
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         if ranks > 1 and not (skip_sequence_parallel or skip_ulysses):
             if attends_to_encoder(module, key):
-                if attention_mask is not None and attention_mask.ndim == 4 and not kernel.load().masks:
-                    # Whether it is made of less may differ between the ranks' tokens.
-                    raise UnsupportedFeatureError("a 4D mask of the states of an encoder", name, instead(name, "masks"))
                 kwargs = {name: value for name, value in kwargs.items() if name not in _OF_TOKENS}
                 return alone(module, query, key, value, attention_mask, **kwargs, **{CAUSALITY.named(): False})
             if counts_from_padding(type(module)):  # `ContextParallel.shard` doesn't know

@@ -1,4 +1,4 @@
-"""Models of images and sound, and those with an encoder: a call with the whole batch on every rank, whose text model gets the rank's slice.
+"""Models of images and sound, and with an encoder: a call with the whole batch on every rank, whose text model gets the rank's slice.
 
 Towers and encoders run whole. The features of towers replace tokens of the whole batch, as on one rank, and a decoder attends from its
 slice to all states of the encoder.
