@@ -253,7 +253,11 @@ def built(case: Case, name: str, states: int) -> Any:
     """The model."""
     kind, config = case.model(states)
     torch.manual_seed(0)
-    return randomize(kind._from_config(config, attn_implementation=name)).double().eval()
+    model = randomize(kind._from_config(config, attn_implementation=name)).double().eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.numel() == 1 and "gate" in parameter_name:  # Mllama's, which begin with attention to no image
+            torch.nn.init.constant_(parameter, 0.5)
+    return model
 
 
 def computed(case: Case, name: str, states: int, over: ContextParallel | None = None) -> tuple[Tensor, Tensor, Any]:

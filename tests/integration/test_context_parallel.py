@@ -93,7 +93,7 @@ def test_attention_to_an_encoder(results: dict[str, Any], request: pytest.Fixtur
     loss, logits, gradients = results["beside encoders"][what]
     states = states_of(case, math.prod(request.node.callspec.params["results"]))
     expected_loss, expected_logits, expected_gradients = beside_encoders.computed(case, NAME, states)
-    allowed = 1e-6 if case.in_float32 and not case.in_double else 1e-9
+    allowed = 1e-5 if case.in_float32 and not case.in_double else 1e-9  # as of images above
     torch.testing.assert_close(loss, expected_loss, rtol=allowed, atol=0)
     torch.testing.assert_close(logits, expected_logits, rtol=allowed, atol=allowed)
     largest = max(gradient.norm() for gradient in expected_gradients.values())

@@ -185,6 +185,8 @@ CROSS_MASKS = Role("masks of an encoder's states", ("cross_attention_mask", "ful
 DEFAULT_MASK = "make_default_2d_attention_mask"
 #: The method of a model, and the function of its file, that move labels to the tokens of a decoder.
 SHIFT = ("prepare_decoder_input_ids_from_labels", "shift_tokens_right")
+#: Attributes of configs: the index of padding, and that of a decoder's first token.
+PADDING_TOKEN, START_TOKEN = "pad_token_id", "decoder_start_token_id"
 #: The library's own argument of a model's call: the slice that its text model gets of the whole batch, see `BatchSlice`.
 UNSPLIT = "kernel_compat_slice"
 #: Arguments whose values say where padding and sequences are.
@@ -235,8 +237,6 @@ USES_WINDOW = Role("use of a window", ("use_sliding_window",))
 ALIBI = Role("use of ALiBi", ("alibi",))
 LONGEST = Role("longest sequence", ("max_position_embeddings",))
 ENCODER_DECODER = Role("whether there is an encoder beside the decoder", ("is_encoder_decoder",))
-PADDING_TOKEN = Role("index of padding", ("pad_token_id",))
-START_TOKEN = Role("first token of a decoder", ("decoder_start_token_id",))
 
 ROUTER_LOSS = Role("weight of the routers' loss", ("router_aux_loss_coef",))
 Z_LOSS = Role("weight of a loss of the logits", ("z_loss_coefficient",))

@@ -153,7 +153,7 @@ def _sliced(model: Any, arguments: dict[str, Any], own: BatchSlice) -> dict[str,
         return own.of(rest) | labels
     ids = TOKENS.of(arguments)
     if MASK.of(arguments) is None and ids is not None:
-        rest[MASK.named()] = ids != PADDING_TOKEN.attribute_of(model.config)
+        rest[MASK.named()] = ids != getattr(model.config, PADDING_TOKEN)
     sliced = own.of(rest)
     tokens = EMBEDDINGS.of(sliced) if ids is None else TOKENS.of(sliced)
     # Of the slice's tokens the model would make one that says nothing of the others'.
@@ -173,7 +173,7 @@ def _tokens_of_labels(model: Any, arguments: dict[str, Any], own: BatchSlice) ->
     if (shift := getattr(model, method, None)) is not None:
         tokens = shift(labels)
     elif (shift := vars(sys.modules[type(model).__module__]).get(function)) is not None:
-        tokens = shift(labels, PADDING_TOKEN.attribute_of(model.config), START_TOKEN.attribute_of(model.config))
+        tokens = shift(labels, getattr(model.config, PADDING_TOKEN), getattr(model.config, START_TOKEN))
     kind: type = type(model)
     if shift is None or _masks_padding(kind):
         raise UnsupportedFeatureError(
