@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import beside_encoders
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -28,6 +29,7 @@ from autograd_scenarios import SCENARIOS
 from ranks import EXPERTS, KERNEL
 from small_mixers import MODELS, InDouble
 from tiny import CAUSAL_LMS, QWEN_VL, SHAPE, TRANSFORMERS, VOCAB, load, randomize, save, saved, two_images
+from tiny import bart as tiny_bart
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -342,6 +344,12 @@ def work(rank: int, mesh: tuple[int, ...], folder: Path) -> None:
         loss, gradients = of_both_ways(kind, NAMES["balanced"], over["balanced"])
         results[kind] = summed(loss), {key: summed(gradient) for key, gradient in gradients.items()}
     results["by hand"] = by_hand(folder, NAMES["contiguous"], over["contiguous"])
+    results["beside encoders"] = {}
+    for what, beside in beside_encoders.CASES.items():
+        states = beside_encoders.states_of(beside, ranks)
+        loss, logits, gradients = beside_encoders.computed(beside, NAMES["balanced"], states, over["balanced"])
+        shares = {key: summed(gradient) for key, gradient in gradients.items()}
+        results["beside encoders"][what] = summed(loss), logits, shares
     results["refused"] = [None] * ranks
     dist.all_gather_object(results["refused"], refused(folder, rank))
     replaced = functions_of_ours()
@@ -424,7 +432,7 @@ def refused(folder: Path, rank: int) -> dict[str, str]:
         of_all(**given, labels=torch.tensor([1]))
     except kernel_compat.UnsupportedFeatureError as error:
         messages["a label of the sequence"] = str(error)
-    messages |= refused_images(model, over) | refused_masks(folder, over)
+    messages |= refused_images(model, over) | refused_masks(folder, over) | refused_decoders(over)
     dropping = load(saved(folder, "llama_gqa"), NAMES["contiguous"])
     dropping.forward = lambda position_ids, **rest: type(dropping).forward(dropping, **rest)
     try:
@@ -508,6 +516,51 @@ def refused_masks(folder: Path, over: ContextParallel) -> dict[str, str]:
         load(saved(folder, "llama_gqa"), WITHOUT_MASKS)(**over.shard(batch), use_cache=False)
     except ValueError as error:
         messages["a mask of heads"] = str(error)
+    return messages
+
+
+def refused_decoders(over: ContextParallel) -> dict[str, str]:
+    """The messages of models with an encoder and a decoder."""
+    messages = {}
+    name = NAMES["balanced"]
+    case = beside_encoders.Case(beside_encoders.whisper, (4, 57), "features", of_decoder=True)
+    whisper, batch = beside_encoders.built(case, name, 8), case.batch(8)
+    features, labels = batch["input_features"], batch["labels"]
+    bart = transformers.BartForConditionalGeneration._from_config(tiny_bart(), attn_implementation=name)
+    ids = {"input_ids": labels, "decoder_input_ids": labels}
+    calls: dict[str, tuple[Any, Any]] = {
+        "no share": (whisper, lambda: {"input_features": features, "labels": labels}),
+        "a decoder's loss": (whisper, lambda: over.shard(batch)),
+        "a decoder's packing": (
+            whisper,
+            lambda: over.shard(
+                {**batch, "labels": None, "decoder_position_ids": torch.arange(beside_encoders.LENGTH)[None] % 9}
+            ),
+        ),
+        "a decoder's labels": (whisper, lambda: over.shard({**batch, "labels": labels[:, 1:]})),
+        "a decoder's own positions": (bart, lambda: over.shard(ids)),
+    }
+    if TRANSFORMERS.release >= (5, 5):
+        kind, config = beside_encoders.encoder_decoder()
+        two = kind._from_config(config, attn_implementation=name)
+        case = beside_encoders.CASES["its own loss"]
+        masking, masked = beside_encoders.built(case, name, 8), case.batch(8)
+        masked["decoder_input_ids"][:, 2] = beside_encoders.PADDING
+        del masked["decoder_attention_mask"]
+        del masked["labels"]
+        mask = torch.ones_like(labels)
+        calls |= {
+            "a mask of labels": (
+                two,
+                lambda: over.shard({"input_ids": labels, "decoder_attention_mask": mask, "labels": labels}),
+            ),
+            "a mask of tokens": (masking, lambda: over.shard(masked)),
+        }
+    for what, (model, share) in calls.items():
+        try:
+            model(**share(), use_cache=False)
+        except (ValueError, kernel_compat.UnsupportedFeatureError) as error:
+            messages[what] = str(error)
     return messages
 
 

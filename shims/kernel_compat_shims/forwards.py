@@ -28,14 +28,14 @@ _FRAME = ("self", "recompute_fn", "early_stop", "unpack_error_cb", "metadata_fn"
 
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     from kernel_compat.attention.forward_context import with_context
-    from kernel_compat.attention.heads import require_labels_of_slices
+    from kernel_compat.attention.heads import require_labels_of_slices, require_whole_batch
     from kernel_compat.attention.parallel.text_model import split_at_text_model
     from kernel_compat.attention.tensors import require_readable
     from kernel_compat.attention.unpadding.model_call import unpadded
 
     called: WeakSet[Any] = WeakSet()
 
-    def before(model: Any, arguments: Mapping[str, Any]) -> None:
+    def before(model: Any, arguments: dict[str, Any], state: Any) -> None:
         if model not in called:
             called.add(model)
             _wrap_checkpoints(model)  # those from before the installation
@@ -45,6 +45,7 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_attention_weights(model, entry.name, ATTENTIONS.of(arguments))
             require_readable(READ, (role.of(arguments) for role in READ))
             if entry.is_context_parallel and entry.is_spread():
+                require_whole_batch(model, arguments, state)
                 require_labels_of_slices(model, arguments)
 
     return with_context(unpadded(_under_one_name(original)), before, split_at_text_model)

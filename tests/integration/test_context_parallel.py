@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import beside_encoders
 import pytest
 import torch
+from beside_encoders import states_of
 from sharded import (
     BOTH_WAYS,
     CASES,
@@ -110,6 +113,25 @@ def test_chunks_in_slices_made_by_hand(results: dict[str, Any], folder: Path) ->
     torch.testing.assert_close(results["by hand"], by_hand(folder, NAME), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("what", beside_encoders.CASES)
+def test_attention_to_an_encoder(results: dict[str, Any], request: pytest.FixtureRequest, what: str) -> None:
+    """The encoder runs whole on every rank, and the decoder attends from the rank's slice to all states."""
+    case = beside_encoders.CASES[what]
+    loss, logits, gradients = results["beside encoders"][what]
+    states = states_of(case, math.prod(request.node.callspec.params["results"]))
+    expected_loss, expected_logits, expected_gradients = beside_encoders.computed(case, NAME, states)
+    allowed = 1e-5 if case.in_float32 and not case.in_double else 1e-9  # as of images above
+    torch.testing.assert_close(loss, expected_loss, rtol=allowed, atol=0)
+    torch.testing.assert_close(logits, expected_logits, rtol=allowed, atol=allowed)
+    largest = max(gradient.norm() for gradient in expected_gradients.values())
+    for parameter, gradient in expected_gradients.items():
+        # A bias of keys has no gradient but rounding.
+        assert (gradients[parameter] - gradient).norm() <= allowed * max(gradient.norm(), largest * 1e-6), parameter
+    parts = "encoder.", "vision_model."
+    of_encoder = [x for parameter, x in expected_gradients.items() if any(part in parameter for part in parts)]
+    assert case.inputs == "states" or any(gradient.any() for gradient in of_encoder)
+
+
 def test_refused_on_every_rank(results: dict[str, Any]) -> None:
     """No rank waits for another that has raised."""
     for rank, messages in enumerate(results["refused"]):
@@ -138,6 +160,14 @@ def test_refused_on_every_rank(results: dict[str, Any]) -> None:
         assert "a mask of shape (2, 1, " in messages["a mask of a slice"]
         assert (own if rank else "of the group refuses this call") in messages["default positions under a mask"]
         assert "packed sequences, or padding that is left out" in messages["a mask beside packed sequences"]
+        assert "a slice of the tokens of WhisperForConditionalGeneration" in messages["no share"]
+        assert "the loss of WhisperForConditionalGeneration" in messages["a decoder's loss"]
+        assert "packed sequences, or rows without their padding" in messages["a decoder's packing"]
+        assert "labels of shape (2, 28) for 2 x 29 tokens" in messages["a decoder's labels"]
+        assert "a model whose forward has no position_ids" in messages["a decoder's own positions"]
+        if TRANSFORMERS.release >= (5, 5):
+            assert "labels without decoder_input_ids" in messages["a mask of labels"]
+            assert "a mask that a model has made for its decoder" in messages["a mask of tokens"]
         assert "9 keys beside 1 queries, as with a cache" in messages["a cache"]
         assert "differentiate twice" in messages["gradients of gradients"]
         assert float(messages["skipped"]) == 0

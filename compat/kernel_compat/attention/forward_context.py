@@ -24,16 +24,16 @@ from ..patching.pass_through import described, wrapped_by
 from ..patching.wrapping import functions_beneath
 from .boundaries import Packing, Rows, Sequences, find_packing, require_agreement, restarts_of
 from .layout import SequenceLayout
-from .model_arguments import ModelArguments, arguments_by_name
+from .model_arguments import ModelArguments, arguments_by_name, without_lengths
 from .roles import UNSPLIT, cache_of, cache_returned
 from .tensors import constant, same_storage
 
 __all__ = [
+    "BatchState",
     "ChunkRecord",
     "ForwardContext",
     "MaskRecord",
     "UnpaddingState",
-    "UnsplitState",
     "all_open",
     "current_context",
     "in_current_context",
@@ -94,11 +94,17 @@ class UnpaddingState:
     """The base of what `unpadding` keeps in a context, which is passed on from call to call here and read there alone."""
 
 
-class UnsplitState:
-    """The base of what `parallel.text_model` keeps in a context, which is passed on from call to call here."""
+class BatchState:
+    """The base of what `parallel.text_model` keeps in a context, which is passed on from call to call here.
+
+    Attributes:
+        is_whole: whether calls have the tokens of the whole batch on every rank.
+    """
+
+    is_whole = True
 
     def close(self, model: Any) -> None:
-        """Called at the end of the call that the whole batch was passed to."""
+        """Called at the end of the call that it began with."""
 
 
 class ForwardContext:
@@ -120,7 +126,7 @@ class ForwardContext:
         unpadding: the real tokens of the batch, if its layers run on these alone.
         mask_matches_unpadding: whether the mask is the one that `unpadding` was made of.
         memo: what is found of tensors in this call, and in no other one.
-        unsplit: the whole batch, if this call has its tokens on every rank; None if its tokens may be a slice.
+        batch_state: what the call has of a whole batch that was passed to a call around it; None if there is none, or its slice alone.
         has_given_offsets: whether offsets in `arguments` are the user's, which may be wrong.
     """
 
@@ -138,7 +144,7 @@ class ForwardContext:
         self.unpadding: UnpaddingState | None = None
         self.mask_matches_unpadding = True
         self.memo = Memo()
-        self.unsplit: UnsplitState | None = None
+        self.batch_state: BatchState | None = None
         self._segment_ids: Tensor | None = None
         self._sequences: dict[bool, Sequences | None] = {}
         self._offsets_agree = False
@@ -348,43 +354,46 @@ def within(context: ForwardContext | None) -> Iterator[None]:
         set_context(outer)
 
 
-#: Returns the arguments of a call for a rank's slice, None if they stay; and the whole batch that the call is over, None if it isn't.
-Split = Callable[[dict[str, Any], "ForwardContext | None"], tuple["dict[str, Any] | None", "UnsplitState | None"]]
+#: Returns the arguments of a model's call for a rank's slice, None if they stay, and the call's `batch_state`.
+Split = Callable[[Any, dict[str, Any], "ForwardContext | None"], tuple["dict[str, Any] | None", "BatchState | None"]]
 
 
 def with_context(
-    original: Callable[..., Any], before: Callable[[Any, dict[str, Any]], None], split: Split = lambda *_: (None, None)
+    original: Callable[..., Any],
+    before: Callable[[Any, dict[str, Any], BatchState | None], None],
+    split: Split = lambda *_: (None, None),
 ) -> Callable[..., Any]:
     """A model's ``__call__`` that opens a `ForwardContext`.
 
     Args:
-        before: called with the model and its arguments by name, except under torch.compile.
-        split: called with the arguments by name and the context of the call around it; under torch.compile only where a call is over a whole batch.
+        before: called with the model, its arguments by name and its `batch_state`, except under torch.compile.
+        split: called with the model, its arguments by name and the context of the call around it; under torch.compile only within a call
+            that gets a whole batch.
     """
     before = torch.compiler.disable(before)  # where a graph breaks, torch.compile may trace it by itself
     split = torch.compiler.disable(split)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         compiling = torch.compiler.is_compiling()
-        arguments, outer, unsplit = arguments_by_name(self, args, kwargs), current_context(), None
-        if not compiling or UNSPLIT in arguments or (outer is not None and outer.unsplit is not None):
-            changed, unsplit = split(arguments, outer)
+        arguments, outer, state = arguments_by_name(self, args, kwargs), current_context(), None
+        if not compiling or UNSPLIT in arguments or (outer is not None and outer.batch_state is not None):
+            changed, state = split(self, arguments, outer)
             if changed is not None:
-                args, kwargs, arguments = (), changed, changed
+                args, kwargs, arguments = (), without_lengths(self, changed), changed
         if not compiling:
-            before(self, arguments)
+            before(self, arguments, state)
         past = cache_of(arguments)
         if past is not None and getattr(_identity_of(past), _IS_PACKED, False):
             if not _is_empty(past):
                 raise ValueError("a cache of packed sequences can't be continued: it doesn't say which of them goes on")
             setattr(past, _IS_PACKED, False)
         context = ForwardContext(ModelArguments.of(self, arguments, None if outer is None else outer.arguments), outer)
-        context.unsplit = unsplit
+        context.batch_state = state
         with within(context):
             outputs = original(self, *args, **kwargs)
         context.close(outputs)
-        if unsplit is not None and (outer is None or outer.unsplit is not unsplit):
-            unsplit.close(self)
+        if state is not None and (outer is None or outer.batch_state is not state):
+            state.close(self)
         return outputs
 
     _opening.calls.add(__call__)

@@ -10,10 +10,23 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import UnsupportedFeatureError
-from .roles import LABELS, ROUTER_LOGITS, ROUTER_LOSS, TARGETS, Z_LOSS, Role
+from .forward_context import BatchState
+from .model_arguments import parameter_names
+from .parallel.ulysses import SKIPS
+from .roles import (
+    DECODER_TOKENS,
+    ENCODER_DECODER,
+    LABELS,
+    LOSS_TYPE,
+    ROUTER_LOGITS,
+    ROUTER_LOSS,
+    TARGETS,
+    Z_LOSS,
+    Role,
+)
 from .tensors import constant
 
-__all__ = ["head_of", "require_labels_of_slices"]
+__all__ = ["head_of", "require_labels_of_slices", "require_whole_batch"]
 
 #: Classes with a head that computes each token by itself, and whose loss predicts the next token, or each token.
 _NEXT_TOKEN = re.compile(r"For(Causal(LM|Image)|ConditionalGeneration)|LMHeadModel")
@@ -56,13 +69,40 @@ def head_of(model_class: type) -> _Head:
 
 def _passes_keywords(forward: Any) -> bool:
     """Whether a forward passes its keywords on to its loss function, which Qwen3-VL's on 5.0 doesn't; True if its source isn't there."""
+    return all(any(name is None or name in TARGETS.spellings for name in names) for names in _loss_keywords(forward))
+
+
+def _loss_keywords(forward: Any) -> list[list[str | None]]:
+    """The keywords of a forward's calls of its loss function, None for those that it passes on; empty if its source isn't there."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
-        return True
+        return []
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     losses = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "loss_function"]
-    return all(any(k.arg is None or k.arg in TARGETS.spellings for k in call.keywords) for call in losses)
+    return [[keyword.arg for keyword in call.keywords] for call in losses]
+
+
+def _moves_labels(model: Any) -> bool:
+    """Whether the loss of a model with an encoder and a decoder moves labels, which it has made the decoder's tokens of by moving them."""
+    losses = _loss_keywords(inspect.unwrap(type(model).forward))
+    passes_targets = bool(losses) and all(TARGETS.spelled([name for name in names if name]) for names in losses)
+    return not passes_targets and LOSS_TYPE.attribute_of(model) != "ForMaskedLM"
+
+
+def require_whole_batch(model: Any, arguments: Mapping[str, Any], state: BatchState | None) -> None:
+    """Check that a model with an encoder and a decoder, whose attention is spread over ranks, gets the whole batch.
+
+    Raises:
+        UnsupportedFeatureError: nothing says that it does. The decoder's tokens may be made of a slice of the labels.
+    """
+    has_both = ENCODER_DECODER.attribute_of(model.config) and DECODER_TOKENS.spelled(parameter_names(type(model)))
+    if state is None and has_both and not any(arguments.get(name) for name in SKIPS):
+        raise UnsupportedFeatureError(
+            f"a slice of the tokens of {type(model).__name__}, which has an encoder beside its decoder",
+            "context parallelism",
+            f"Pass the whole batch with {DECODER_TOKENS.named()} to ContextParallel.shard, and the call what it returns.",
+        )
 
 
 def require_labels_of_slices(model: Any, arguments: Mapping[str, Any]) -> None:
@@ -77,7 +117,8 @@ def require_labels_of_slices(model: Any, arguments: Mapping[str, Any]) -> None:
     head, name = head_of(type(model)), type(model).__name__
     if not head.has_loss:
         return
-    if not head.takes_targets:
+    is_beside_encoder = bool(ENCODER_DECODER.attribute_of(model.config))
+    if not head.takes_targets or (is_beside_encoder and _moves_labels(model)):
         raise UnsupportedFeatureError(
             f"the loss of {name}",
             "context parallelism",
@@ -89,7 +130,7 @@ def require_labels_of_slices(model: Any, arguments: Mapping[str, Any]) -> None:
             "context parallelism",
             "It adds a mean over the tokens of a rank's slice, once for each rank. Leave it out, or compute it from the outputs of all ranks.",
         )
-    if head.predicts_next and TARGETS.of(arguments) is None:
+    if head.predicts_next and not is_beside_encoder and TARGETS.of(arguments) is None:
         raise ValueError(
             f"{LABELS.named()} of a rank's slice without {TARGETS.named()}: {name} would move them within the slice. "
             "ContextParallel.shard returns both"

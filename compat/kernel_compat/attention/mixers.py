@@ -27,6 +27,7 @@ from .layer_kinds import is_attention, is_mixer
 from .model_arguments import arguments_by_name
 from .parallel.mixing import MixersOverRanks, is_tokenwise
 from .parallel.sharding import ContextParallel
+from .parallel.text_model import is_unsplit
 from .parallel.ulysses import SKIPS
 from .roles import layer_cache_of
 from .rows import RowCall, packed_rows, padded_rows
@@ -79,7 +80,7 @@ def _by_sequence(original: Callable[..., Any], for_attention: bool, over_ranks: 
 
 def _is_skipped(context: ForwardContext, kwargs: dict[str, Any], layer: nn.Module) -> bool:
     """Whether a call isn't spread: its caller says that every rank has all of its tokens. For a layer that sees token by token both are the same."""
-    if context.unsplit is not None:
+    if is_unsplit():
         return True
     named = [name for name in SKIPS if name in context.arguments.names or name in kwargs]
     if named and is_tokenwise(layer):

@@ -13,8 +13,10 @@ from .call import PackedLengths
 from .roles import (
     COMPILEABLE,
     EMBEDDINGS,
+    ENCODER_ARGUMENTS,
     ENCODER_DECODER,
     IMPLEMENTATION,
+    LENGTHS,
     MASK,
     POSITIONS,
     TOKENS,
@@ -22,7 +24,7 @@ from .roles import (
 )
 from .tensors import constant
 
-__all__ = ["ModelArguments", "arguments_by_name", "parameter_names"]
+__all__ = ["ModelArguments", "arguments_by_name", "parameter_names", "without_lengths"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +87,7 @@ class ModelArguments:
         tokens_only, has_encoder_states = sized, False
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.is_floating_point() and name not in EMBEDDINGS.spellings:
-                if name.startswith(("encoder_", "cross_")):
+                if name.startswith(ENCODER_ARGUMENTS):
                     has_encoder_states = True
                 elif value.ndim > 2 and name not in MASK.spellings:
                     tokens_only = False
@@ -179,3 +181,18 @@ def _names(forward: Any) -> tuple[str, ...]:
 def arguments_by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of a module's forward, by name."""
     return {**dict(zip(parameter_names(type(module)), args, strict=False)), **kwargs} if args else kwargs
+
+
+def without_lengths(module: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a module's forward, without the lengths of packed sequences where it takes none: Whisper's decoder up to 4.57."""
+    if _takes_any(type(module)):
+        return arguments
+    names = {spelling for role in LENGTHS for spelling in role.spellings}.difference(parameter_names(type(module)))
+    return {name: value for name, value in arguments.items() if name not in names}
+
+
+@constant
+def _takes_any(module: type) -> bool:
+    """Whether a module's forward takes keywords of any name."""
+    parameters = inspect.signature(module.forward).parameters.values()  # type: ignore[attr-defined]
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

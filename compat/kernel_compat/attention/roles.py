@@ -17,10 +17,17 @@ __all__ = [
     "CHUNK",
     "COMPILEABLE",
     "CONVOLUTION",
+    "CROSS_ATTENTION",
+    "CROSS_MASKS",
+    "DECODER_EMBEDDINGS",
     "DECODER_MASK",
+    "DECODER_POSITIONS",
     "DECODER_TOKENS",
+    "DEFAULT_MASK",
     "EMBEDDINGS",
+    "ENCODER_ARGUMENTS",
     "ENCODER_DECODER",
+    "ENCODER_STATES",
     "FEATURES_BETWEEN_LAYERS",
     "FEATURES_MASK",
     "FUSED_MIXERS",
@@ -39,9 +46,11 @@ __all__ = [
     "LENGTHS",
     "LOCAL_WINDOW",
     "LONGEST",
+    "LOSS_TYPE",
     "MASK",
     "MASK_ARGUMENTS",
     "MASK_EMBEDDINGS",
+    "PADDING_TOKEN",
     "PAGES",
     "POSITIONS",
     "POSITIONS_FROM_PADDING",
@@ -55,9 +64,11 @@ __all__ = [
     "SCALE",
     "SCANS",
     "SEQUENCES",
+    "SHIFT",
     "SINKS",
     "SOFTCAP",
     "SOFTCAPPING",
+    "START_TOKEN",
     "SUPPORTS_SDPA",
     "TARGETS",
     "TEMPERATURE",
@@ -165,7 +176,21 @@ FEATURES_MASK = Role("tokens of images", ("visual_pos_masks",))
 #: Of losses: the number of targets that a sum over them is divided by.
 ITEMS = Role("number of targets", ("num_items_in_batch",))
 DECODER_TOKENS = Role("tokens of a decoder", ("decoder_input_ids",))
+DECODER_EMBEDDINGS = Role("embeddings of a decoder", ("decoder_inputs_embeds",))
 DECODER_MASK = Role("mask of a decoder", ("decoder_attention_mask",))
+DECODER_POSITIONS = Role("positions of a decoder", ("decoder_position_ids",))
+#: How the arguments of a decoder begin that are of an encoder's states.
+ENCODER_ARGUMENTS = ("encoder_", "cross_")
+#: Of decoders, their layers and their attention.
+ENCODER_STATES = Role("states of an encoder", ("encoder_hidden_states", "key_value_states", "cross_attention_states"))
+#: Of Mllama's text model: (batch, 1, tokens, ...), which states each token sees, and whether it sees any.
+CROSS_MASKS = Role("masks of an encoder's states", ("cross_attention_mask", "full_text_row_masked_out_mask"))
+#: The function by which T5Gemma's decoder masks the index of padding, where it gets no mask.
+DEFAULT_MASK = "make_default_2d_attention_mask"
+#: The method of a model, and the function of its file, that move labels to the tokens of a decoder.
+SHIFT = ("prepare_decoder_input_ids_from_labels", "shift_tokens_right")
+#: Attributes of configs: the index of padding, and that of a decoder's first token.
+PADDING_TOKEN, START_TOKEN = "pad_token_id", "decoder_start_token_id"
 #: The library's own argument of a model's call: the slice that its text model gets of the whole batch, see `BatchSlice`.
 UNSPLIT = "kernel_compat_slice"
 #: Arguments whose values say where padding and sequences are.
@@ -210,6 +235,9 @@ ROTARY = Role("use of rotary embeddings", ("use_rope",))
 QUERY_DIM = Role("dimension of a query", ("qk_head_dim",))
 VALUE_DIM = Role("dimension of a value", ("v_head_dim",))
 
+#: Whether a layer attends to the states of an encoder.
+CROSS_ATTENTION = Role("cross-attention", ("is_cross_attention",))
+
 # Attributes of configs.
 IMPLEMENTATION = Role("attention name", ("_attn_implementation",))
 LAYER_TYPES = Role("types of layers", ("layer_types",))
@@ -222,7 +250,9 @@ ENCODER_DECODER = Role("whether there is an encoder beside the decoder", ("is_en
 ROUTER_LOSS = Role("weight of the routers' loss", ("router_aux_loss_coef",))
 Z_LOSS = Role("weight of a loss of the logits", ("z_loss_coefficient",))
 
-# Attributes of model classes and of caches.
+# Attributes of models, of their classes and of caches.
+#: Of the function in transformers' table of losses.
+LOSS_TYPE = Role("kind of loss", ("loss_type",))
 SUPPORTS_SDPA = Role("support of sdpa", ("_supports_sdpa",))
 COMPILEABLE = Role("whether a cache can be compiled", ("is_compileable",))
 

@@ -18,7 +18,14 @@ from ..call import PackedLengths
 from ..layer_kinds import is_encoder
 from ..roles import (
     CACHE_POSITIONS,
+    CROSS_MASKS,
+    DECODER_EMBEDDINGS,
+    DECODER_MASK,
+    DECODER_POSITIONS,
+    DECODER_TOKENS,
     EMBEDDINGS,
+    ENCODER_ARGUMENTS,
+    ENCODER_STATES,
     FEATURES_BETWEEN_LAYERS,
     FEATURES_MASK,
     LABELS,
@@ -32,13 +39,20 @@ from ..roles import (
 from .runs import tokens_of
 from .split import Interval, rows_of, size
 
-__all__ = ["BatchSlice", "Rows", "is_in_full", "sequences_in", "targets_in", "tower_inputs"]
+__all__ = ["OF_LABELS", "BatchSlice", "Decoder", "Rows", "is_in_full", "sequences_in", "targets_in", "tower_inputs"]
 
 #: Of labels.
 _IGNORED = -100
-_OF_LABELS = frozenset((*LABELS.spellings, *TARGETS.spellings))
+OF_LABELS = frozenset((*LABELS.spellings, *TARGETS.spellings))
 #: Replaced by those of the slice: masks and lengths by the lengths of all tokens.
 _REPLACED = frozenset(spelling for role in (CACHE_POSITIONS, *LENGTHS) for spelling in role.spellings)
+#: The roles in a decoder's call of a model's arguments for its decoder.
+_OF_DECODER = {
+    TOKENS: DECODER_TOKENS,
+    EMBEDDINGS: DECODER_EMBEDDINGS,
+    MASK: DECODER_MASK,
+    POSITIONS: DECODER_POSITIONS,
+}
 
 
 class Rows(NamedTuple):
@@ -68,6 +82,33 @@ class Rows(NamedTuple):
         return cls(kept, [*pairwise(edges)], 1, tokens)
 
 
+class Decoder(NamedTuple):
+    """A decoder whose layers attend to the states of an encoder, which are whole on every rank.
+
+    Attributes:
+        arguments: the batch's for it, as its forward names them.
+        labels: those of which a model makes its tokens; None if the batch has these.
+        gets_states: whether the batch has the states of the encoder, and not what the model makes them of.
+    """
+
+    arguments: Mapping[str, Any]
+    labels: Tensor | None = None
+    gets_states: bool = False
+
+    @classmethod
+    def of_batch(cls, batch: Mapping[str, Any]) -> Decoder | None:
+        """The decoder of a batch; None if there is no encoder beside it."""
+        if ENCODER_STATES.of(batch) is not None:
+            return cls(batch, gets_states=True)
+        own = {role.named(): x for role, decoder in _OF_DECODER.items() if (x := decoder.of(batch)) is not None}
+        if TOKENS.of(own) is not None or EMBEDDINGS.of(own) is not None:
+            return cls(own)
+        labels, has_tokens = LABELS.of(batch), TOKENS.of(batch) is not None or EMBEDDINGS.of(batch) is not None
+        if labels is None or (has_tokens and not own):
+            return None
+        return cls({**own, TOKENS.named(): labels}, labels)
+
+
 @dataclass(frozen=True, eq=False)
 class BatchSlice:
     """This rank's slice of a whole batch.
@@ -81,6 +122,7 @@ class BatchSlice:
         offsets: where sequences begin and end in the flattened rows, padding as sequences of its own; None where each row is one.
         padding: the intervals of padding among them.
         inputs: names of the batch's inputs of images, videos and sound, which have no dimension of tokens.
+        decoder: whose tokens they are, if there is an encoder beside it.
     """
 
     sizes: tuple[int, int]
@@ -91,31 +133,50 @@ class BatchSlice:
     offsets: list[int] | None
     padding: frozenset[Interval]
     inputs: frozenset[str]
+    decoder: Decoder | None
 
     def of(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a model's call for the slice, of those for the whole batch, which hold what the batch holds or is embedded to.
 
         Raises:
-            UnsupportedFeatureError: a mask that can't be split.
+            UnsupportedFeatureError: a mask that can't be split, or a decoder's that isn't the batch's.
+            ValueError: there isn't a label for each token of a decoder.
         """
+        if ENCODER_STATES.of(arguments) is not None:
+            self._require_rows(arguments)
         own = {name: value for name, value in arguments.items() if name not in _REPLACED | {*MASK.spellings}}
         positions, labels = POSITIONS.of(arguments), LABELS.of(arguments)
         if positions is None:
             own[POSITIONS.named()] = self._positions
         elif positions.ndim == 2 and len(positions) == 1:
             own[POSITIONS.named(arguments)] = positions.expand(self.sizes[0], -1)
-        if labels is not None and labels.shape == self.sizes and TARGETS.of(arguments) is None:
+        if self.has_aligned_labels and labels is not None and labels.shape[: len(self.sizes)] != self.sizes:
+            raise ValueError(
+                f"labels of shape {tuple(labels.shape)} for {self.sizes[0]} x {self.sizes[1]} tokens of a decoder"
+            )
+        moves = not self.has_aligned_labels and labels is not None and labels.shape == self.sizes
+        if moves and TARGETS.of(arguments) is None:
             own[TARGETS.named()] = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
         sliced = {name: self._sliced(name, value) for name, value in own.items() if self._has_tokens(name, value)}
         return own | sliced | self._features(arguments) | self._masks(arguments) | self.lengths()
 
+    @property
+    def has_aligned_labels(self) -> bool:
+        """Whether a token predicts the label at its own place: a model makes the tokens of its decoder by moving the labels."""
+        return self.decoder is not None and not self.decoder.gets_states
+
     def of_labels(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The slice of a batch's labels alone."""
-        named = {name: value for name, value in batch.items() if name in _OF_LABELS}
-        return {name: value for name, value in self.of(named).items() if name in _OF_LABELS}
+        named = {name: value for name, value in batch.items() if name in OF_LABELS}
+        return {name: value for name, value in self.of(named).items() if name in OF_LABELS}
 
     def covers(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether a model's call is over the tokens of the whole batch, without its images, videos and sound."""
+        """Whether a model's call is over the tokens of the whole batch, without its images, videos and sound.
+
+        That of a decoder beside an encoder gets its states: the encoder may have as many tokens.
+        """
+        if self.decoder is not None and ENCODER_STATES.of(arguments) is None:
+            return False
         ids, embeddings = TOKENS.of(arguments), EMBEDDINGS.of(arguments)
         tokens = embeddings if ids is None else ids
         if (
@@ -136,8 +197,10 @@ class BatchSlice:
 
     @cached_property
     def _positions(self) -> Tensor:
-        """(batch, length), of tokens in their sequences; 0 for padding."""
+        """(batch, length): of tokens in their sequences, 0 for padding; of a decoder beside an encoder in their rows, as models count."""
         device = self.columns.device
+        if self.decoder is not None:
+            return torch.arange(self.sizes[1], device=device).expand(self.sizes)
         positions = torch.zeros(self.sizes, dtype=torch.int64, device=device)
         counts = tokens_of([(0, stop - start) for start, stop in self.sequences], device)
         positions.view(-1)[tokens_of(self.sequences, device)] = counts
@@ -147,15 +210,43 @@ class BatchSlice:
         """Whether an argument has a value for each token: dimensions of the batch and of the length, the last ones of positions."""
         if not isinstance(value, Tensor):
             return False
+        if name in CROSS_MASKS.spellings:
+            return value.ndim == 4 and value.shape[1] == 1 and (value.shape[0], value.shape[2]) == self.sizes
+        if self.decoder is not None and name.startswith(ENCODER_ARGUMENTS):
+            return False
         dim = _dimension(name, value)
         return value.ndim > dim > 0 and tuple(value.shape[dim - 1 : dim + 1]) == self.sizes
+
+    def _require_rows(self, arguments: Mapping[str, Any]) -> None:
+        """Check that each row is one sequence, which attends to the states of an encoder in the same row."""
+        is_packed = PackedLengths.of(arguments) is not None or len(self.rows.sequences) > self.rows.number
+        if self.rows.kept is not None or (self.decoder is not None and is_packed):
+            raise UnsupportedFeatureError(
+                "packed sequences, or rows without their padding, beside the states of an encoder",
+                "context parallelism",
+                "Pass the sequences as rows of a padded batch, without padding_free.",
+            )
+
+    def _require_mask(self, mask: Tensor) -> None:
+        """Check that the mask of a decoder is the batch's, or hides what no token sees, which comes after it."""
+        assert self.decoder is not None
+        own = MASK.of(self.decoder.arguments)
+        if mask is own:
+            return
+        valid = mask != 0
+        if not bool((valid[:, 1:] <= valid[:, :-1]).all() if own is None else (valid == (own != 0)).all()):
+            raise UnsupportedFeatureError(
+                "a mask that a model has made for its decoder, and that hides tokens before others",
+                "context parallelism",
+                f"Pass {DECODER_MASK.named()}.",
+            )
 
     def _sliced(self, name: str, x: Tensor) -> Tensor:
         dim = _dimension(name, x)
         if self.rows.kept is not None:
             x = x.flatten(dim - 1, dim).index_select(dim - 1, self.rows.kept.to(x.device)).unsqueeze(dim - 1)
         if count := self.padded - self.rows.length:
-            value = _IGNORED if name in _OF_LABELS else 0
+            value = _IGNORED if name in OF_LABELS else 0
             x = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, count), value=value)
         if self.padding and name in POSITIONS.spellings:
             x = _counted(x, self.padding)
@@ -166,11 +257,14 @@ class BatchSlice:
         masks = MASK.of(arguments)
         parts = [*masks.values()] if isinstance(masks, dict) else [masks]
         if all(part is None or getattr(part, "shape", None) == self.sizes for part in parts):
+            for part in parts:
+                if self.decoder is not None and part is not None:
+                    self._require_mask(part)
             return {}
-        if not is_in_full(masks, *self.sizes):
+        if self.decoder is not None or not is_in_full(masks, *self.sizes):
             raise _unsupported(
                 f"masks of shapes {[tuple(getattr(part, 'shape', ())) for part in parts]}",
-                "Pass masks of padding, or of every query and key of the batch.",
+                "Pass masks of padding, or of every query and key of the batch without an encoder.",
             )
         rows = {start // self.sizes[1] for start, _ in self.sequences}
         if self.rows.kept is not None or len(rows) < len(self.sequences):
@@ -211,7 +305,7 @@ def _unsupported(feature: str, advice: str) -> UnsupportedFeatureError:
 
 def _dimension(name: str, x: Tensor) -> int:
     """The dimension of an argument's tokens."""
-    return x.ndim - 1 if name in POSITIONS.spellings else 1
+    return x.ndim - 1 if name in POSITIONS.spellings else 2 if name in CROSS_MASKS.spellings else 1
 
 
 def tower_inputs(batch: Mapping[str, Any], sizes: tuple[int, int]) -> frozenset[str]:
@@ -254,11 +348,11 @@ def sequences_in(batch: Mapping[str, Any], rows: int, length: int) -> list[Inter
     return [(at[a], at[b - 1] + 1) for a, b in pairwise(offsets)]
 
 
-def targets_in(batch: Mapping[str, Any]) -> Tensor | None:
-    """The number of targets in a whole batch; None without labels."""
+def targets_in(batch: Mapping[str, Any], aligned: bool) -> Tensor | None:
+    """The number of targets in a whole batch, whose labels may be `aligned` with the tokens that predict them; None without labels."""
     targets, labels = TARGETS.of(batch), LABELS.of(batch)
     if targets is None and labels is not None:
-        targets = labels[..., 1:]
+        targets = labels if aligned else labels[..., 1:]
     return None if targets is None else (targets != _IGNORED).sum()
 
 

@@ -19,7 +19,15 @@ from ..roles import BIAS, CAUSALITY, KEY_OFFSETS, POSITIONS, POSITIONS_FROM_PADD
 from ..tensors import constant, require
 from .all_to_all import all_to_all
 
-__all__ = ["Slice", "check_call", "counts_from_padding", "on_every_rank", "require_positions", "require_shares"]
+__all__ = [
+    "Slice",
+    "check_call",
+    "counts_from_padding",
+    "on_every_rank",
+    "require_positions",
+    "require_shares",
+    "without_positions",
+]
 
 T = TypeVar("T")
 
@@ -136,13 +144,19 @@ def require_positions(context: ForwardContext) -> None:
             "It counts positions from 0 on every rank: use another name for it.",
         )
     if not arguments.takes_positions:
-        raise _unsupported(
-            f"a model whose forward has no {name}", "It counts positions from 0 on every rank: use another name for it."
-        )
+        raise without_positions()
     if arguments.positions is None:
         raise ValueError(
             f"no {name}, which a model counts from 0 on every rank then: pass those of the rank's tokens, of the whole sequence"
         )
+
+
+def without_positions() -> UnsupportedFeatureError:
+    """The error of a model that takes no positions."""
+    return _unsupported(
+        f"a model whose forward has no {POSITIONS.named()}",
+        "It counts positions from 0 on every rank: use another name for it.",
+    )
 
 
 @constant

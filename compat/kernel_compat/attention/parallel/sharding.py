@@ -83,8 +83,11 @@ class ContextParallel:
         With inputs of images, videos or sound labels alone come as the slice, and the model's call gets the whole batch: it embeds
         all tokens on every rank, and its text model gets the slice of the embeddings.
 
+        With ``decoder_input_ids`` or another argument of a decoder, and with labels and no ``input_ids``, the decoder's tokens are
+        split, and the encoder runs whole on every rank. Labels stay at their places: those tokens are made by moving them.
+
         Args:
-            batch: with ``input_ids`` (batch, length) or ``inputs_embeds`` (batch, length, hidden size).
+            batch: with ``input_ids`` (batch, length) or ``inputs_embeds`` (batch, length, hidden size), or those of a decoder.
             reduction: of gradients over the ranks: ``"mean"``, as DDP and FSDP do, or ``"sum"``, as DeepSpeed does. With it the share
                 has ``num_items_in_batch``, by which transformers' losses divide, such that the reduced gradients are those of
                 the mean over the targets of the whole batch.
@@ -103,8 +106,9 @@ class ContextParallel:
             return dict(batch)
         ranks = torch.distributed.get_world_size(group)
         own = self._slice_of(batch, ranks, torch.distributed.get_rank(group))
-        share = {**batch, **own.of_labels(batch), UNSPLIT: own} if own.inputs else own.of(batch)
-        if reduction is not None and (targets := targets_in(batch)) is not None:
+        is_split_later = own.inputs or own.decoder is not None
+        share = {**batch, **own.of_labels(batch), UNSPLIT: own} if is_split_later else own.of(batch)
+        if reduction is not None and (targets := targets_in(batch, own.has_aligned_labels)) is not None:
             share[ITEMS.named()] = targets / (ranks if reduction == "mean" else 1)
         return share
 
@@ -112,23 +116,25 @@ class ContextParallel:
         """A rank's slice of a batch."""
         from ..call import PackedLengths
         from ..roles import EMBEDDINGS, MASK, TOKENS
-        from .batch_slice import BatchSlice, Rows, is_in_full, sequences_in, tower_inputs
+        from .batch_slice import BatchSlice, Decoder, Rows, is_in_full, sequences_in, tower_inputs
         from .runs import tokens_of
         from .split import rows_of
 
-        ids, embeddings = TOKENS.of(batch), EMBEDDINGS.of(batch)
+        decoder = Decoder.of_batch(batch)
+        arguments = batch if decoder is None else decoder.arguments
+        ids, embeddings = TOKENS.of(arguments), EMBEDDINGS.of(arguments)
         tokens = embeddings if ids is None else ids
         if tokens is None or tokens.ndim < 2:
             raise ValueError(f"a batch to be split has {TOKENS.named()} (batch, length) or {EMBEDDINGS.named()}")
         sizes = size, length = (tokens.shape[0], tokens.shape[1])
         if not size * length:
             raise ValueError(f"a batch of {size} x {length} tokens can't be split")
-        in_batch = sequences_in(batch, size, length)
+        in_batch = sequences_in(arguments, size, length)
         rows = Rows.of_batch(in_batch, size, length, self.padding_free, tokens.device)
         multiple = ranks * (_CHUNKS if rows.length >= ranks * _CHUNKS * _LONG else 2)
         padded = -(-rows.length // multiple) * multiple
         sequences, offsets, padding = rows.sequences, None, frozenset[Interval]()
-        if is_in_full(MASK.of(batch), *sizes) and PackedLengths.of(batch) is None:  # which says what is padding
+        if is_in_full(MASK.of(arguments), *sizes) and PackedLengths.of(arguments) is None:  # which says what is padding
             sequences = rows_of(rows.number, padded)
         elif padded > rows.length or sequences != rows_of(rows.number, rows.length):
             behind = padded - rows.length
@@ -137,7 +143,8 @@ class ContextParallel:
             offsets = sorted({*starts, *(edge for sequence in moved for edge in sequence)})
             sequences, padding = [*pairwise(offsets)], frozenset({*pairwise(offsets)} - {*moved})
         columns = tokens_of(self.split_of(sequences, padded).runs[rank], tokens.device)
-        return BatchSlice(sizes, in_batch, rows, columns, padded, offsets, padding, tower_inputs(batch, sizes))
+        inputs = tower_inputs(batch, sizes)
+        return BatchSlice(sizes, in_batch, rows, columns, padded, offsets, padding, inputs, decoder)
 
     def unshard(self, x: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """From the ranks' slices of a tensor (batch, length, ...) to the whole one, padding of `shard` included. Has no gradient.

@@ -24,7 +24,7 @@ from ..forward_context import current_context
 from ..layout import MaskedLayout, PackedLayout, SequenceLayout
 from ..mask_reduction import visible_and_bias
 from ..resolution import layout_of
-from ..roles import KEY_OFFSETS, QUERY_OFFSETS
+from ..roles import CAUSALITY, KEY_OFFSETS, LENGTHS, POSITIONS, QUERY_OFFSETS
 from ..tensors import require, same_storage
 from .checks import counts_from_padding, on_every_rank, require_positions, require_shares
 from .columns import counts_columns, of_columns
@@ -34,7 +34,7 @@ from .plan import AttentionPlan, Spread, spread_of
 from .runs import Run, indices_of
 from .sharding import ContextParallel
 from .split import Interval, overlaps, rows_of
-from .text_model import is_unsplit
+from .text_model import attends_to_encoder, is_unsplit
 from .ulysses import slice_of
 
 __all__ = ["SpreadLayout", "over_ranks", "require_positions_of", "sequences_between"]
@@ -42,6 +42,8 @@ __all__ = ["SpreadLayout", "over_ranks", "require_positions_of", "sequences_betw
 #: Pairs of a query and a key, times heads, from which on heads are computed in two parts: what the second needs travels meanwhile, and
 #: less memory is used at once. Less work makes two kernels slower than one, by more than what travels takes.
 _LEAST_WORK = 1 << 33
+#: Arguments of a layer that say how its tokens see each other.
+_OF_TOKENS = frozenset(spelling for role in (*LENGTHS, POSITIONS, CAUSALITY) for spelling in role.spellings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,6 +218,9 @@ def over_ranks(kernel: Kernel, name: str, alone: Callable[..., Any], over: Conte
             return alone(module, query, key, value, attention_mask, **kwargs)
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         if ranks > 1 and not (skip_sequence_parallel or skip_ulysses):
+            if attends_to_encoder(module, key):
+                kwargs = {name: value for name, value in kwargs.items() if name not in _OF_TOKENS}
+                return alone(module, query, key, value, attention_mask, **kwargs, **{CAUSALITY.named(): False})
             if counts_from_padding(type(module)):  # `ContextParallel.shard` doesn't know
                 raise _unsupported(
                     f"positions that don't begin at 0, as {type(module).__name__}'s model counts them",
@@ -290,7 +295,10 @@ class _Share:
         context = current_context()
         if context is not None and context.arguments.has_encoder_states and not call.causal:
             # As many of them as a rank has tokens would be taken for the tokens' own keys.
-            raise _unsupported("attention to the states of an encoder", "Use another name for models with an encoder.")
+            raise _unsupported(
+                "attention to the states of an encoder, which nothing says every rank has whole",
+                "Pass the model's call what ContextParallel.shard returns of the whole batch.",
+            )
         if kv_length != length:
             raise _unsupported(f"{kv_length} keys beside {length} queries, as with a cache", "Pass use_cache=False.")
         lengths, positions = call.lengths, call.positions if call.causal else None
@@ -388,6 +396,8 @@ def require_positions_of(
 ) -> None:
     """Check that position ids are those of a rank's tokens: a model's default begins at 0 on every rank.
 
+    Those of a run of a sequence are all counted in the sequence, or all in the row.
+
     Args:
         held: the rank's tokens, in the flattened batch of `sizes`, as `sequences` are.
         wait: whether to synchronise with the device and raise.
@@ -407,11 +417,15 @@ def require_positions_of(
             columns.append((start % tokens, stop - start))
             counts.append((start - first, stop - start))
         place += run[1] - run[0]
-    inside = positions.expand(batch, -1).flatten()[indices_of(places, positions.device)]
-    holds = (inside == indices_of(counts, positions.device)).all() | (
-        inside == indices_of(columns, positions.device)
-    ).all()
-    require(holds, _wrong_positions(rank), wait)
+    device = positions.device
+    inside = positions.expand(batch, -1).flatten()[indices_of(places, device)]
+    sizes = torch.tensor([size for _, size in places], device=device)
+    parts = torch.arange(len(places), device=device).repeat_interleave(sizes, output_size=len(inside))
+    # Those of padding may be counted otherwise than those of the tokens before or after it in its row.
+    differs = torch.zeros(2, len(places), dtype=torch.int64, device=device)
+    for number, expected in enumerate((counts, columns)):
+        differs[number].index_add_(0, parts, (inside != indices_of(expected, device)).long())
+    require((differs == 0).any(0).all(), _wrong_positions(rank), wait)
 
 
 def _wrong_positions(rank: int) -> str:

@@ -142,13 +142,15 @@ def gathering_mask_function(
     from ..forward_context import ChunkRecord, current_context
     from ..mask_function import chunk_size, mask_of_ones, mask_pattern, plain_mask_function, query_length
     from .all_to_all import gather_mask
-    from .text_model import is_unsplit
+    from .text_model import is_beside_encoder, is_unsplit
 
     source = group_source(group)
 
     def mask_function(**arguments: Any) -> Tensor | None:
         if (group := source()) is None or is_unsplit():
             return (alone or plain_mask_function)(**arguments)
+        if is_beside_encoder() and (pattern := mask_pattern(arguments)) is not None and not pattern.causal:
+            return (alone or plain_mask_function)(**arguments)  # of the encoder's states
         mask: Tensor | None = MASK.of(arguments)
         ranks, length, context = dist.get_world_size(group), query_length(arguments), current_context()
         pattern, chunk = mask_pattern(arguments), None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kernel_compat.attention.roles import LABELS, TOKENS
+from kernel_compat.attention.roles import LABELS, LOSS_TYPE, TOKENS
 from kernel_compat.errors import UnsupportedFeatureError
 from kernel_compat.policy.capabilities import has_own_forward, is_over_ranks
 
@@ -197,7 +197,9 @@ def prove(module: Any) -> CausalLoss:
     """
     head = module.get_output_embeddings()
     if head is None:
-        raise Unproven(f"it has no language modelling head: its loss is of the kind {module.loss_type or 'unknown'!r}")
+        raise Unproven(
+            f"it has no language modelling head: its loss is of the kind {LOSS_TYPE.attribute_of(module) or 'unknown'!r}"
+        )
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise Unproven(f"its head is a {_path(type(head))}, and not a linear layer of torch's")
     if replaced(head) is not None:
