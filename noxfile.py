@@ -78,7 +78,10 @@ MUTATED = [
 GROUPS = ("--group", "test", "--group", "atlas", "--group", "matrix")
 
 #: The packages beside the library that its tests need, too.
-NEIGHBOURS = ("--editable", "compat/doctor", "--editable", "compat/ops", "--editable", "compat/prove")
+NEIGHBOURS = (
+    *("--editable", "compat/doctor", "--editable", "compat/ops", "--editable", "compat/prove"),
+    *("--editable", "compat/run"),
+)
 
 #: The matrix with the extras that its tests need, and the atlas that it needs.
 MATRIX = (*NEIGHBOURS, "--editable", "atlas", "--editable", "matrix[postgres,service,tox]")
@@ -114,7 +117,7 @@ def lint(session: nox.Session) -> None:
     session.run(
         "lint-imports",
         "--no-cache",
-        env={"PYTHONPATH": "compat:compat/doctor:compat/ops:compat/prove:shims:atlas:matrix"},
+        env={"PYTHONPATH": "compat:compat/doctor:compat/ops:compat/prove:compat/run:shims:atlas:matrix"},
     )
     workflows = map(str, sorted(Path(".github/workflows").glob("*.yml")))
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)

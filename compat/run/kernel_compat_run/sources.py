@@ -1,0 +1,140 @@
+"""Where settings come from: options, the environment variable, and a file of the working directory, in this order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .settings import Settings, SettingsError
+
+__all__ = ["VARIABLE", "Resolved", "is_on", "resolve"]
+
+#: The environment variable that turns this package on: ``1``, the path of a file, or the settings as YAML on one line.
+VARIABLE = "KERNEL_COMPAT"
+
+#: The files that are read in the working directory; the other one's settings are in its table ``tool.kernel-compat``.
+YAML, TOML = "kernel-compat.yaml", "pyproject.toml"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Settings, and where each of them is from.
+
+    Attributes:
+        settings: the settings.
+        origins: by setting that doesn't have its default, the option, the variable or the file that it is from.
+        file: the file that was read; None for none.
+    """
+
+    settings: Settings
+    origins: Mapping[str, str]
+    file: Path | None = None
+
+
+def is_on(value: str | None) -> bool:
+    """Whether a value of the environment variable, None for no value, turns this package on. ``start.pth`` has the same test."""
+    return value not in (None, "", "0")
+
+
+def resolve(
+    options: Mapping[str, Any] | None = None, variable: str | None = None, folder: Path | None = None
+) -> Resolved:
+    """The settings of a run: each from the first that has it, an option, the environment variable or the file.
+
+    A variable that has settings or the path of a file is in the place of the file in the working directory, not beside it.
+
+    Args:
+        options: settings by name, for those of a command line.
+        variable: the value of the environment variable; None or ``1`` for the file alone.
+        folder: the working directory; default: that of the process.
+
+    Raises:
+        SettingsError: a file can't be read, there are two, or a setting is unknown or has a value that it can't have.
+    """
+    folder = folder or Path.cwd()
+    file, where = None, f"the variable {VARIABLE}"
+    if not is_on(variable) or variable == "1":
+        file = _file_in(folder)
+    elif variable is not None and not _is_inline(variable, folder):
+        file = folder / variable
+    if file is not None:
+        values, where = _read(file), str(file)
+        base = file.parent
+    else:
+        values, base = (None if variable in (None, "", "0", "1") else _parse(str(variable), where)), folder
+    layers = [
+        (where, _absolute(Settings.of(values, where), base)),
+        ("option", _absolute(Settings.of(options or {}, "options"), folder)),
+    ]
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, layer in layers:
+        merged |= layer.values()
+        origins |= {name: f"--{name.replace('_', '-')}" if origin == "option" else origin for name in layer.values()}
+    return Resolved(Settings(**merged), origins, file)
+
+
+def _is_inline(variable: str, folder: Path) -> bool:
+    if (folder / variable).is_file():
+        return False
+    if variable.lstrip().startswith("{") or ": " in variable or "\n" in variable:
+        return True
+    raise SettingsError(
+        f"the variable {VARIABLE} is {variable!r}: there is no such file, and it is neither 1 nor settings as YAML, such as "
+        "'padding_free: true'"
+    )
+
+
+def _file_in(folder: Path) -> Path | None:
+    """The file with settings in a folder; None for none."""
+    own, project = folder / YAML, folder / TOML
+    in_project = project.is_file() and _table(project) is not None
+    if own.is_file() and in_project:
+        raise SettingsError(f"{own} and {project} both have settings: keep them in one of the two")
+    return own if own.is_file() else project if in_project else None
+
+
+def _read(file: Path) -> Any:
+    if file.suffix == ".toml":
+        return _table(file)
+    try:
+        return _parse(file.read_text(encoding="utf-8"), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file} can't be read: {error}") from None
+
+
+def _table(file: Path) -> Any:
+    """The table ``tool.kernel-compat`` of a TOML file; None for none."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        if "kernel-compat" not in text:
+            return None
+        try:
+            import tomllib
+        except ImportError:  # Python 3.10
+            import tomli as tomllib
+        return tomllib.loads(text).get("tool", {}).get("kernel-compat")
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{file} can't be read: {error}") from None
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)  # the form that `kernel-compat run` sets, without the import of yaml
+    except ValueError:
+        import yaml
+
+        try:
+            return yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError) as error:
+            raise SettingsError(f"{where} is no YAML: {error}") from None
+
+
+def _absolute(settings: Settings, base: Path) -> Settings:
+    """Settings whose file of ops doesn't depend on the working directory."""
+    if settings.ops in (None, "auto"):
+        return settings
+    return Settings(**{**settings.values(), "ops": str(base.absolute() / settings.ops)})
