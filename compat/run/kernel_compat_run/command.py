@@ -8,13 +8,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from kernel_compat.cli.arguments import BadArgumentsError
 from kernel_compat.errors import KernelCompatError
 
 from .settings import GROUPS, UNPROVEN, Settings, SettingsError
-from .sources import VARIABLE, resolve
+from .sources import VARIABLE, resolve, variables_of
 
 __all__ = ["HELP", "add_arguments", "find", "show"]
 
@@ -56,14 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="the command and its arguments")
 
 
-def find(arguments: argparse.Namespace) -> Any:
+def find(arguments: argparse.Namespace) -> NoReturn:
     """Check the settings where the command will run, and replace this process by the command."""
     command = arguments.words[arguments.words[:1] == ["--"] :]
     if not command:
         raise BadArgumentsError("there is no command: kernel-compat run [OPTIONS] -- COMMAND ...")
     try:
         settings = resolve(options_of(arguments), os.environ.get(VARIABLE)).settings
-        variables = {**os.environ, VARIABLE: settings.to_json()}
+        variables = {**os.environ, **variables_of(settings, os.environ), VARIABLE: settings.to_json()}
         _require(command, settings, variables)
     except (KernelCompatError, ValueError, OSError) as error:
         raise BadArgumentsError(str(error)) from None

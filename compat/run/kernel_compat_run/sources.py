@@ -10,10 +10,13 @@ from typing import Any
 
 from .settings import Settings, SettingsError
 
-__all__ = ["VARIABLE", "Resolved", "is_on", "resolve"]
+__all__ = ["VARIABLE", "Resolved", "is_on", "resolve", "variables_of"]
 
 #: The environment variable that turns this package on: ``1``, the path of a file, or the settings as YAML on one line.
 VARIABLE = "KERNEL_COMPAT"
+
+#: What the names of accelerate's variables begin with.
+_SIZES = "PARALLELISM_CONFIG"
 
 #: The files that are read in the working directory; the other one's settings are in its table ``tool.kernel-compat``.
 YAML, TOML = "kernel-compat.yaml", "pyproject.toml"
@@ -75,6 +78,26 @@ def resolve(
         merged |= layer.values()
         origins |= {name: f"--{name.replace('_', '-')}" if origin == "option" else origin for name in layer.values()}
     return Resolved(Settings(**merged), origins, file)
+
+
+def variables_of(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables by which accelerate makes the ``ParallelismConfig`` of settings with numbers of ranks.
+
+    Args:
+        settings: the settings.
+        environment: the variables that are set.
+
+    Raises:
+        SettingsError: one of them has another value.
+    """
+    if not isinstance(settings.context_parallel, tuple):
+        return {}
+    keys, heads = map(str, settings.context_parallel)
+    variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", f"{_SIZES}_CP_SIZE": keys, f"{_SIZES}_SP_SIZE": heads}
+    for name, value in variables.items():
+        if environment.get(name, value) != value:
+            raise SettingsError(f"context_parallel is {keys}x{heads}, and the variable {name} is {environment[name]}")
+    return variables
 
 
 def _is_inline(variable: str, folder: Path) -> bool:

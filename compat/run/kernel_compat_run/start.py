@@ -11,46 +11,58 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
 from types import ModuleType
 
 import wrapt
 
-from .settings import Settings
-from .sources import VARIABLE, is_on, resolve
+from .settings import Settings, SettingsError
+from .sources import VARIABLE, is_on, resolve, variables_of
 
 __all__ = ["ending", "start"]
 
 
+class _Process:
+    """The settings of this process, which are applied once."""
+
+    def __init__(self) -> None:
+        self.settings: Settings | None = None
+        self.applied = False
+
+    def start(self, settings: Settings) -> None:
+        if self.settings is not None:
+            if self.settings != settings:
+                raise SettingsError(
+                    f"this process has other settings already: {self.settings.to_json()}, and not {settings.to_json()}"
+                )
+            return
+        self.settings = settings
+        os.environ.update({**variables_of(settings, os.environ), VARIABLE: settings.to_json()})
+        wrapt.register_post_import_hook(self.apply, "transformers")
+        if settings.context_parallel is not None:  # which an `Accelerator` reads as it is made
+            wrapt.register_post_import_hook(self.apply, "accelerate")
+
+    def apply(self, module: ModuleType) -> None:
+        if self.settings is None or self.applied:
+            return
+        self.applied = True  # before it imports the other module
+        with ending():
+            from .apply import apply
+
+            line = apply(self.settings)
+        if _is_first_rank():
+            print(line, file=sys.stderr, flush=True)
+
+
+_process = _Process()
+
+
 def start(settings: Settings) -> None:
-    """Have the settings applied once transformers is imported: now, where it has been."""
-    wrapt.register_post_import_hook(partial(_imported, settings), "transformers")
+    """Have settings applied in this process and its children once transformers is imported: now, where it has been.
 
-
-def _imported(settings: Settings, module: ModuleType) -> None:
-    with ending():
-        line = _apply(settings.to_json())
-    if _is_first_rank():
-        print(line, file=sys.stderr, flush=True)
-
-
-@cache
-def _apply(text: str) -> str:
-    """`apply`, once a process."""
-    import json
-
-    from .apply import apply
-
-    return apply(Settings.of(json.loads(text)))
-
-
-def _is_first_rank() -> bool:
-    """Whether this process is rank 0, or none of several. A process of `multiprocessing` isn't first: its parent was."""
-    for variable in ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
-        if rank := os.environ.get(variable):
-            return rank == "0"
-    process = sys.modules.get("multiprocessing.process")
-    return process is None or process.current_process().name == "MainProcess"
+    Raises:
+        SettingsError: the process has other settings already, or its environment variables contradict them.
+    """
+    _process.start(settings)
 
 
 @contextmanager
@@ -65,15 +77,20 @@ def ending() -> Iterator[None]:
         os._exit(1)
 
 
+def _is_first_rank() -> bool:
+    """Whether this process is rank 0, or none of several. A process of `multiprocessing` isn't first: its parent was."""
+    for variable in ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        if rank := os.environ.get(variable):
+            return rank == "0"
+    process = sys.modules.get("multiprocessing.process")
+    return process is None or process.current_process().name == "MainProcess"
+
+
 def _start_of_process() -> None:
     value = os.environ.get(VARIABLE)
-    if not is_on(value):
-        return
-    with ending():
-        settings = resolve(variable=value).settings
-        # Children may have another working directory.
-        os.environ[VARIABLE] = settings.to_json()
-        start(settings)
+    if is_on(value):
+        with ending():
+            start(resolve(variable=value).settings)
 
 
 _start_of_process()
