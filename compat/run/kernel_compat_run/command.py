@@ -8,11 +8,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from kernel_compat.cli.arguments import BadArgumentsError
+from kernel_compat.cli.printing import print_text
 from kernel_compat.errors import KernelCompatError
 
+from .plan import plan
 from .settings import GROUPS, UNPROVEN, Settings, SettingsError
 from .sources import VARIABLE, resolve, variables_of
 
@@ -53,12 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="spread sequences over the ranks of accelerate's ParallelismConfig, over all, or over N or NxM of accelerate's",
     )
     parser.add_argument("--unproven", metavar="|".join(UNPROVEN), help="the reaction to a model that isn't proven")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be installed, and start nothing")
     parser.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help="the command and its arguments")
 
 
-def find(arguments: argparse.Namespace) -> NoReturn:
-    """Check the settings where the command will run, and replace this process by the command."""
+def find(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Check the settings where the command will run, and replace this process by the command; or the plan of a dry run."""
     command = arguments.words[arguments.words[:1] == ["--"] :]
+    if arguments.dry_run:
+        return plan(lambda: options_of(arguments))
     if not command:
         raise BadArgumentsError("there is no command: kernel-compat run [OPTIONS] -- COMMAND ...")
     try:
@@ -70,8 +75,10 @@ def find(arguments: argparse.Namespace) -> NoReturn:
     os.execvpe(command[0], command, variables)
 
 
-def show(result: Any) -> None:
-    """Print nothing: the command does."""
+def show(document: dict[str, Any]) -> None:
+    """Print the plan of a dry run."""
+    for line in document["text"]:
+        print_text(line)
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Resolved:
 
     Attributes:
         settings: the settings.
-        origins: by setting that doesn't have its default, the option, the variable or the file that it is from.
+        origins: by setting, the option, the variable or the file that it is from; of those that have a value there.
         file: the file that was read; None for none.
     """
 
@@ -68,15 +68,13 @@ def resolve(
         base = file.parent
     else:
         values, base = (None if variable in (None, "", "0", "1") else _parse(str(variable), where)), folder
-    layers = [
-        (where, _absolute(Settings.of(values, where), base)),
-        ("option", _absolute(Settings.of(options or {}, "options"), folder)),
-    ]
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for origin, layer in layers:
-        merged |= layer.values()
-        origins |= {name: f"--{name.replace('_', '-')}" if origin == "option" else origin for name in layer.values()}
+    for origin, layer, base in ((where, values, base), ("", options, folder)):
+        settings = _absolute(Settings.of(layer, origin or "options"), base)
+        for name in (name for name, value in (layer or {}).items() if value is not None):
+            merged[name] = getattr(settings, name)
+            origins[name] = origin or f"--{name.replace('_', '-')}"
     return Resolved(Settings(**merged), origins, file)
 
 

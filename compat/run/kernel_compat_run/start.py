@@ -1,8 +1,9 @@
 """Imported by ``kernel_compat_run.pth`` as Python starts, where the environment variable is set.
 
 It imports neither torch nor transformers: the settings are applied as soon as transformers has been imported, before any other code
-uses it. Not as late as its models, which are half imported then, and not as late as a framework that reads its list of names. A setting that can't be honoured ends the process, because an exception here would be printed by `site` and
-forgotten, and one in an import would be caught by code that can do without transformers.
+uses it. (With its models it would be too late: of a model that imports them a half is there, and frameworks have read their lists of
+names.) A setting that can't be honoured ends the process, because an exception here would be printed by `site` and forgotten, and
+one in an import would be caught by code that can do without transformers.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from types import ModuleType
 import wrapt
 
 from .settings import Settings, SettingsError
-from .sources import VARIABLE, is_on, resolve, variables_of
+from .sources import VARIABLE, Resolved, is_on, resolve, variables_of
 
-__all__ = ["ending", "start"]
+__all__ = ["ending", "resolved", "start"]
 
 
 class _Process:
@@ -26,6 +27,8 @@ class _Process:
 
     def __init__(self) -> None:
         self.settings: Settings | None = None
+        #: With their origins, where they are those of the environment variable.
+        self.resolved: Resolved | None = None
         self.applied = False
 
     def start(self, settings: Settings) -> None:
@@ -65,6 +68,11 @@ def start(settings: Settings) -> None:
     _process.start(settings)
 
 
+def resolved() -> Resolved | None:
+    """The settings that the environment variable had as this process started, None for none: `start` replaces its value."""
+    return _process.resolved
+
+
 @contextmanager
 def ending() -> Iterator[None]:
     """Ends the process at an exception in the block: nothing may be trained without what was asked for."""
@@ -90,7 +98,9 @@ def _start_of_process() -> None:
     value = os.environ.get(VARIABLE)
     if is_on(value):
         with ending():
-            start(resolve(variable=value).settings)
+            resolved = resolve(variable=value)
+            start(resolved.settings)
+            _process.resolved = resolved
 
 
 _start_of_process()
