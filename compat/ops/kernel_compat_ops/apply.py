@@ -166,7 +166,9 @@ class _Process:
     def begin(self, config: OpsConfig | None) -> None:
         with lock:
             if self.used:
-                raise ValueError(f"this process uses {self.config or 'OpsConfig.auto'} for all models already: undo that first")
+                raise ValueError(
+                    f"this process uses {self.config or 'OpsConfig.auto'} for all models already: undo that first"
+                )
             _require_applied(_building.install())
             self.used, self.config = True, config
 
@@ -181,7 +183,9 @@ _process = _Process()
 
 def _require_applied(report: InstallationReport) -> None:
     if report[_SHIM.name].state != "applied":
-        raise SeamError(POST_INIT.target, "a method that is called with self", report[_SHIM.name].reason, "transformers")
+        raise SeamError(
+            POST_INIT.target, "a method that is called with self", report[_SHIM.name].reason, "transformers"
+        )
 
 
 def _require_config(config: Any) -> None:

@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import kernel_compat
+from kernel_compat.attention.names import upstream_owner
 from kernel_compat.environment import Environment
 from kernel_compat.errors import KernelCompatError, KernelCompatWarning, KernelUnavailableError
 from kernel_compat.kernels import as_kernel, known_kernels
@@ -59,18 +60,25 @@ def check(settings: Settings) -> OpsConfig | None:
     """
     over = _context_parallel(settings.context_parallel)
     for name, kernel in _names(settings).items():
-        with warnings.catch_warnings():
-            if name == DEFAULT_NAME:  # without 'flash' in it, which docs/run.md explains
-                warnings.simplefilter("ignore", KernelCompatWarning)
-            kernel_compat.register_attention(
-                name, kernel=kernel, padding_free=settings.padding_free, context_parallel=over
-            )
+        _register(name, kernel, settings, over)
     environment = Environment.detect()
     for kernels in settings.attention.values():
         kernel = as_kernel(_argument(kernels))
         if reasons := kernel.unavailable_because(environment):
             raise KernelUnavailableError(kernel.name, reasons, kernel.provider(environment).install_hint(environment))
     return None if settings.ops is None else _ops(settings.ops)
+
+
+def _register(name: str, kernel: Any, settings: Settings, over: ContextParallel | None) -> None:
+    if name == "eager":
+        raise SettingsError("attention: 'eager' is the code of each model, which no name replaces")
+    override = upstream_owner(name) is not None  # `sdpa=auto`, for a framework that takes no other names
+    with warnings.catch_warnings():
+        if override or name == DEFAULT_NAME:  # without 'flash' in it, which docs/run.md explains
+            warnings.simplefilter("ignore", KernelCompatWarning)
+        kernel_compat.register_attention(
+            name, kernel=kernel, padding_free=settings.padding_free, context_parallel=over, override=override
+        )
 
 
 def described(settings: Settings) -> list[str]:
@@ -130,7 +138,9 @@ def _context_parallel(ranks: str | tuple[int, int] | None) -> ContextParallel | 
         shape = () if found is None else tuple(found.mesh.shape)
         if (found is not None or dist.is_initialized()) and (*shape, 1)[:2] != ranks:
             there = f"has {'x'.join(map(str, shape))}" if shape else "hasn't been made"
-            raise SettingsError(f"context_parallel is {'x'.join(map(str, ranks))}, and the mesh of accelerate's ranks {there}")
+            raise SettingsError(
+                f"context_parallel is {'x'.join(map(str, ranks))}, and the mesh of accelerate's ranks {there}"
+            )
         return found
 
     return ContextParallel(mesh)

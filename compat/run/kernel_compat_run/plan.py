@@ -33,7 +33,12 @@ def plan(options: Callable[[], Mapping[str, Any]] = dict) -> dict[str, Any]:
     except (KernelCompatError, ValueError, OSError) as error:
         return {**document, "ok": False, "error": str(error), "text": [*text, f"  can't be installed here: {error}"]}
     installed = described(here.settings)
-    return {**document, "ok": True, "installed": installed, "text": [*text, *(f"  would install {part}" for part in installed)]}
+    return {
+        **document,
+        "ok": True,
+        "installed": installed,
+        "text": [*text, *(f"  would install {part}" for part in installed)],
+    }
 
 
 def _resolved(options: Mapping[str, Any]) -> Resolved:

@@ -58,24 +58,30 @@ def resolve(
         SettingsError: a file can't be read, there are two, or a setting is unknown or has a value that it can't have.
     """
     folder = folder or Path.cwd()
-    file, where = None, f"the variable {VARIABLE}"
-    if not is_on(variable) or variable == "1":
-        file = _file_in(folder)
-    elif variable is not None and not _is_inline(variable, folder):
-        file = folder / variable
-    if file is not None:
-        values, where = _read(file), str(file)
-        base = file.parent
-    else:
-        values, base = (None if variable in (None, "", "0", "1") else _parse(str(variable), where)), folder
+    base, file, where, values = _base(variable, folder)
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for origin, layer, base in ((where, values, base), ("", options, folder)):
-        settings = _absolute(Settings.of(layer, origin or "options"), base)
+    for origin, layer, relative_to in ((where, values, base), ("", options, folder)):
+        settings = _absolute(Settings.of(layer, origin or "options"), relative_to)
         for name in (name for name, value in (layer or {}).items() if value is not None):
             merged[name] = getattr(settings, name)
             origins[name] = origin or f"--{name.replace('_', '-')}"
     return Resolved(Settings(**merged), origins, file)
+
+
+def _base(variable: str | None, folder: Path) -> tuple[Path, Path | None, str, Any]:
+    """What options are put over: the folder of its paths, its file, the words for it, and its settings."""
+    if is_on(variable) and variable is not None and variable != "1":
+        if not (folder / variable).is_file():
+            _require_inline(variable)
+            where = f"the variable {VARIABLE}"
+            return folder, None, where, _parse(variable, where)
+        file: Path | None = folder / variable
+    else:
+        file = _file_in(folder)
+    if file is None:
+        return folder, None, "", None
+    return file.parent, file, str(file), _read(file)
 
 
 def variables_of(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
@@ -98,15 +104,12 @@ def variables_of(settings: Settings, environment: Mapping[str, str]) -> dict[str
     return variables
 
 
-def _is_inline(variable: str, folder: Path) -> bool:
-    if (folder / variable).is_file():
-        return False
-    if variable.lstrip().startswith("{") or ": " in variable or "\n" in variable:
-        return True
-    raise SettingsError(
-        f"the variable {VARIABLE} is {variable!r}: there is no such file, and it is neither 1 nor settings as YAML, such as "
-        "'padding_free: true'"
-    )
+def _require_inline(variable: str) -> None:
+    if not variable.lstrip().startswith("{") and ": " not in variable and "\n" not in variable:
+        raise SettingsError(
+            f"the variable {VARIABLE} is {variable!r}: there is no such file, and it is neither 1 nor settings as YAML, such as "
+            "'padding_free: true'"
+        )
 
 
 def _file_in(folder: Path) -> Path | None:

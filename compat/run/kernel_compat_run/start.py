@@ -19,7 +19,7 @@ import wrapt
 from .settings import Settings, SettingsError
 from .sources import VARIABLE, Resolved, is_on, resolve, variables_of
 
-__all__ = ["ending", "resolved", "start"]
+__all__ = ["ending", "is_first_rank", "resolved", "start"]
 
 
 class _Process:
@@ -52,7 +52,7 @@ class _Process:
             from .apply import apply
 
             line = apply(self.settings)
-        if _is_first_rank():
+        if is_first_rank():
             print(line, file=sys.stderr, flush=True)
 
 
@@ -85,7 +85,7 @@ def ending() -> Iterator[None]:
         os._exit(1)
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
     """Whether this process is rank 0, or none of several. A process of `multiprocessing` isn't first: its parent was."""
     for variable in ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
         if rank := os.environ.get(variable):
