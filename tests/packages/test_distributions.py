@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 
 FOLDER = Path(os.environ["DISTRIBUTIONS"])
 ROOT = Path(__file__).parents[2]
-NEIGHBOURS = ("doctor", "ops", "prove")
+NEIGHBOURS = ("doctor", "ops", "prove", "run")
 EVERY = ("kernel-compat", *(f"kernel-compat-{name}" for name in (*NEIGHBOURS, "atlas", "matrix")))
 
 INSTALLS: dict[str, str] = runpy.run_path(str(ROOT / "docs" / "installs.py"))["INSTALLS"]
@@ -164,7 +164,7 @@ def empty(folder: Path) -> dict[str, str]:
     """The variables of a shell with an empty environment in a folder, and with the address of a clone of this repository."""
     command = [sys.executable, "-m", "uv", "venv", "-q", "--seed", "--python", sys.executable, str(folder / "venv")]
     subprocess.run(command, check=True)
-    return {**os.environ, "KERNEL_COMPAT": ROOT.as_uri(), "PATH": f"{folder}/venv/bin:{os.environ['PATH']}"}
+    return {**os.environ, "KERNEL_COMPAT_SOURCE": ROOT.as_uri(), "PATH": f"{folder}/venv/bin:{os.environ['PATH']}"}
 
 
 def test_the_tutorial_begins_in_an_empty_environment(tmp_path: Path) -> None:

@@ -178,3 +178,45 @@ def test_a_restarted_rank_has_it_too(tmp_path: Path) -> None:
     assert sorted(done.stdout.split("\n")) == ["", "rank 0 after 1", "rank 1 after 1"]
     lines = [line for line in done.stderr.splitlines() if line.startswith("kernel-compat: attention my_flash")]
     assert len(lines) == 2  # rank 0, twice
+
+
+#: A Trainer run as a user writes it; prints its losses on rank 0.
+TRAINER = """
+import json, sys, torch, transformers
+torch.manual_seed(0)
+sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+model = transformers.LlamaForCausalLM._from_config(
+    transformers.LlamaConfig(**sizes), attn_implementation="kernel_compat_flash_attention_reference"
+)
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(1, 99, (8, 64)).tolist()]
+options = {"per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1, "use_cpu": True, "report_to": []}
+trainer = transformers.Trainer(model, transformers.TrainingArguments(sys.argv[1], **options, save_strategy="no"), train_dataset=rows)
+trainer.train()
+if trainer.is_world_process_zero():
+    print("losses", json.dumps([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_sequences_of_a_trainer(tmp_path: Path) -> None:
+    """The losses are those of one rank; without the option each rank has batches of its own, and they aren't."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINER)
+    program = [str(script), str(tmp_path / "out")]
+    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
+    losses = []
+    for command in ([sys.executable, *program], ["--context-parallel", "2", "--", *two], two):
+        words = command if "--" in command else ["--", *command]
+        done = subprocess.run(
+            [sys.executable, "-m", "kernel_compat", "run", *words],
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("losses "))
+        losses.append(json.loads(line.removeprefix("losses ")))
+    one, shared, replicated = losses
+    assert shared == pytest.approx(one, abs=1e-5)
+    assert replicated != pytest.approx(one, abs=1e-5)

@@ -6,8 +6,7 @@ that inherits it reads them as it starts: see docs/run.md.
 
 from __future__ import annotations
 
-from .apply import apply
 from .settings import Settings, SettingsError
 from .sources import Resolved, resolve
 
-__all__ = ["Resolved", "Settings", "SettingsError", "apply", "resolve"]
+__all__ = ["Resolved", "Settings", "SettingsError", "resolve"]
