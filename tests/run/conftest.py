@@ -15,7 +15,14 @@ __all__ = ["python", "run"]
 #: A process of the tests' interpreter with some code, and environment variables; less those that a run sets.
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
-_SET = ("KERNEL_COMPAT", "RANK", "LOCAL_RANK", "ACCELERATE_USE_PARALLELISM_CONFIG", "PARALLELISM_CONFIG_CP_SIZE")
+_SET = (
+    "KERNEL_COMPAT",
+    "KERNEL_COMPAT_SHOWN",
+    "RANK",
+    "LOCAL_RANK",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "PARALLELISM_CONFIG_CP_SIZE",
+)
 
 
 @pytest.fixture

@@ -22,6 +22,10 @@ from .sources import VARIABLE, Resolved, is_on, resolve, variables_of
 __all__ = ["ending", "is_first_rank", "resolved", "start"]
 
 
+#: Set once the line of `apply` has been printed, so that the children of a launcher that imports transformers don't repeat it.
+SHOWN = "KERNEL_COMPAT_SHOWN"
+
+
 class _Process:
     """The settings of this process, which are applied once."""
 
@@ -52,7 +56,8 @@ class _Process:
             from .apply import apply
 
             line = apply(self.settings)
-        if is_first_rank():
+        if is_first_rank() and SHOWN not in os.environ:
+            os.environ[SHOWN] = "1"
             print(line, file=sys.stderr, flush=True)
 
 
