@@ -122,6 +122,21 @@ def test_a_neighbour_alone(name: str, arguments: tuple[str, ...], code: int, env
     assert run("python", "-c", f"import kernel_compat_{name}").returncode == 0
 
 
+def test_run_starts_in_each_process_by_its_file_beside_the_packages(environment: Callable[..., Run]) -> None:
+    with zipfile.ZipFile(wheel("kernel-compat-run")) as archive:
+        line = archive.read("kernel_compat_run.pth").decode()
+    assert line.count("\n") == 1
+    run = environment("kernel-compat", "kernel-compat-run")
+    loaded = "import sys; print('kernel_compat_run.start' in sys.modules)"
+    assert run("python", "-c", loaded).stdout == "False\n"
+    python = run("python", "-c", "import sys; print(sys.executable)").stdout.strip()
+    done = run("kernel-compat", "run", "--", python, "-c", loaded)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    refused = run("kernel-compat", "run", "--ops", "auto", "--", python, "-c", loaded)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert 'pip install "kernel-compat[ops]"' in refused.stderr
+
+
 def test_all_together(environment: Callable[..., Run]) -> None:
     run = environment(*EVERY)
     for command in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,11 @@ def test_bad_files(name: str, text: str | bytes, problem: str, tmp_path: Path) -
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SettingsError, match=problem):
         resolve(folder=tmp_path)
+
+
+def test_the_error_passes_from_process_to_process() -> None:
+    error = pickle.loads(pickle.dumps(SettingsError("a message")))
+    assert (type(error), str(error)) == (SettingsError, "a message")
 
 
 def test_a_variable_that_is_none_of_its_forms(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -63,7 +63,7 @@ class Settings:
             return cls()
         if not isinstance(values, Mapping):
             raise SettingsError(f"{where} is no mapping of settings, but {values!r}: there are {_listed(_NAMES)}")
-        checked = {}
+        checked: dict[str, Any] = {}
         for name, value in values.items():
             if name not in _CHECKS:
                 near = difflib.get_close_matches(str(name).replace("-", "_"), _NAMES, 1)
@@ -140,7 +140,7 @@ def _unproven(value: Any) -> str:
     return str(value)
 
 
-_CHECKS = {
+_CHECKS: dict[str, Callable[[Any], Any]] = {
     "attention": _attention,
     "ops": _text,
     "padding_free": _flag,

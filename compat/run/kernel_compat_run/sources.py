@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,9 +137,9 @@ def _table(file: Path) -> Any:
         text = file.read_text(encoding="utf-8")
         if "kernel-compat" not in text:
             return None
-        try:
+        if sys.version_info >= (3, 11):
             import tomllib
-        except ImportError:  # Python 3.10
+        else:
             import tomli as tomllib
         return tomllib.loads(text).get("tool", {}).get("kernel-compat")
     except (OSError, ValueError) as error:
