@@ -16,7 +16,7 @@ from kernel_compat.errors import KernelCompatError
 
 from .plan import plan
 from .settings import GROUPS, UNPROVEN, Settings, SettingsError
-from .sources import VARIABLE, resolve, variables_of
+from .sources import SHOWN, VARIABLE, resolve, variables_of
 
 __all__ = ["HELP", "add_arguments", "find", "show"]
 
@@ -69,6 +69,7 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         settings = resolve(options_of(arguments), os.environ.get(VARIABLE)).settings
         variables = {**os.environ, **variables_of(settings, os.environ), VARIABLE: settings.to_json()}
+        variables.pop(SHOWN, None)
         _require(command, settings, variables)
     except (KernelCompatError, ValueError, OSError) as error:
         raise BadArgumentsError(str(error)) from None

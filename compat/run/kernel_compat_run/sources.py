@@ -11,10 +11,13 @@ from typing import Any
 
 from .settings import Settings, SettingsError
 
-__all__ = ["VARIABLE", "Resolved", "is_on", "resolve", "variables_of"]
+__all__ = ["SHOWN", "VARIABLE", "Resolved", "is_on", "resolve", "variables_of"]
 
 #: The environment variable that turns this package on: ``1``, the path of a file, or the settings as YAML on one line.
 VARIABLE = "KERNEL_COMPAT"
+
+#: Set once the line of what was installed has been printed, so that the children of a launcher that imports transformers don't repeat it.
+SHOWN = "KERNEL_COMPAT_SHOWN"
 
 #: What the names of accelerate's variables begin with.
 _SIZES = "PARALLELISM_CONFIG"

@@ -17,13 +17,9 @@ from types import ModuleType
 import wrapt
 
 from .settings import Settings, SettingsError
-from .sources import VARIABLE, Resolved, is_on, resolve, variables_of
+from .sources import SHOWN, VARIABLE, Resolved, is_on, resolve, variables_of
 
 __all__ = ["ending", "is_first_rank", "resolved", "start"]
-
-
-#: Set once the line of `apply` has been printed, so that the children of a launcher that imports transformers don't repeat it.
-SHOWN = "KERNEL_COMPAT_SHOWN"
 
 
 class _Process:
