@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from command_line import run
+
+import kernel_compat
 
 __all__ = ["python", "run"]
 
@@ -23,6 +25,15 @@ _SET = (
     "ACCELERATE_USE_PARALLELISM_CONFIG",
     "PARALLELISM_CONFIG_CP_SIZE",
 )
+
+
+@pytest.fixture(autouse=True)
+def _names() -> Iterator[None]:
+    """Settings are checked by registering their names, for which a command line has a process of its own."""
+    before = {*kernel_compat.registered_attention()}
+    yield
+    for name in {*kernel_compat.registered_attention()} - before:
+        kernel_compat.unregister_attention(name)
 
 
 @pytest.fixture

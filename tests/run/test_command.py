@@ -81,6 +81,17 @@ def test_the_command_and_the_variable_of_its_children(run: Cli, started: list[An
     assert variables["PATH"] == os.environ["PATH"]
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks"), [(("--context-parallel",), '"accelerate"'), (("--context-parallel", "2x2"), "[2, 2]")]
+)
+def test_ranks_on_the_command_line(words: tuple[str, ...], ranks: str, run: Cli, started: list[Any]) -> None:
+    started_with(run, *words, "--", "sh", "-c", "exit 1")
+    ((command, variables),) = started
+    assert command == ["sh", "-c", "exit 1"]
+    assert variables["KERNEL_COMPAT"] == f'{{"context_parallel": {ranks}}}'
+    assert variables.get("PARALLELISM_CONFIG_SP_SIZE") == ("2" if ranks == "[2, 2]" else None)
+
+
 def test_an_interpreter_without_the_package_is_refused(run: Cli, started: list[Any], tmp_path: Path) -> None:
     folder = tmp_path / "other"
     folder.mkdir()

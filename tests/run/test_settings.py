@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from command_line import Cli
 
-import kernel_compat
 from kernel_compat_run import Settings, SettingsError, resolve
 from kernel_compat_run.sources import variables_of
 
@@ -140,15 +139,6 @@ def test_numbers_of_ranks_are_accelerate_s_variables() -> None:
         variables_of(settings, {"PARALLELISM_CONFIG_CP_SIZE": "8"})
 
 
-@pytest.fixture
-def names() -> Any:
-    before = {*kernel_compat.registered_attention()}
-    yield
-    for name in {*kernel_compat.registered_attention()} - before:
-        kernel_compat.unregister_attention(name)
-
-
-@pytest.mark.usefixtures("names")
 def test_the_plan(run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("KERNEL_COMPAT", raising=False)
