@@ -84,7 +84,10 @@ def test_the_command_and_the_variable_of_its_children(run: Cli, started: list[An
 @pytest.mark.parametrize(
     ("words", "ranks"), [(("--context-parallel",), '"accelerate"'), (("--context-parallel", "2x2"), "[2, 2]")]
 )
-def test_ranks_on_the_command_line(words: tuple[str, ...], ranks: str, run: Cli, started: list[Any]) -> None:
+def test_ranks_on_the_command_line(
+    words: tuple[str, ...], ranks: str, run: Cli, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernel_compat_run.apply.check", lambda settings: None)  # imports torch, for seconds
     started_with(run, *words, "--", "sh", "-c", "exit 1")
     ((command, variables),) = started
     assert command == ["sh", "-c", "exit 1"]
