@@ -78,7 +78,10 @@ MUTATED = [
 GROUPS = ("--group", "test", "--group", "atlas", "--group", "matrix")
 
 #: The packages beside the library that its tests need, too.
-NEIGHBOURS = ("--editable", "compat/doctor", "--editable", "compat/ops", "--editable", "compat/prove")
+NEIGHBOURS = (
+    *("--editable", "compat/doctor", "--editable", "compat/ops", "--editable", "compat/prove"),
+    *("--editable", "compat/run"),
+)
 
 #: The matrix with the extras that its tests need, and the atlas that it needs.
 MATRIX = (*NEIGHBOURS, "--editable", "atlas", "--editable", "matrix[postgres,service,tox]")
@@ -91,7 +94,7 @@ TOGETHER = (
     "tests/unit/test_versions.py",
     "tests/doctor/test_doctor.py::test_the_installed_torch_has_the_symbols_of_its_release",
 )
-SUITES = (*CORE, "tests/ops", "tests/prove", "tests/doctor", "tests/together")
+SUITES = (*CORE, "tests/ops", "tests/prove", "tests/doctor", "tests/run", "tests/together")
 
 #: Two processes, each with a stretch of the tests: what is cached for a module is made once. Where `nox -j 2` runs another session
 #: beside it, a session of a minute or less has one: each process imports torch and transformers, for 5 s.
@@ -114,7 +117,7 @@ def lint(session: nox.Session) -> None:
     session.run(
         "lint-imports",
         "--no-cache",
-        env={"PYTHONPATH": "compat:compat/doctor:compat/ops:compat/prove:shims:atlas:matrix"},
+        env={"PYTHONPATH": "compat:compat/doctor:compat/ops:compat/prove:compat/run:shims:atlas:matrix"},
     )
     workflows = map(str, sorted(Path(".github/workflows").glob("*.yml")))
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
@@ -173,6 +176,22 @@ def doctor(session: nox.Session) -> None:
     """The tests of the doctor, without torch and the other neighbours. Arguments after -- go to pytest."""
     session.install("--editable", ".", "--editable", "compat/doctor", "--group", "doctor")
     session.run("pytest", "tests/doctor", *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session(tags=["ci"])
+def run(session: nox.Session) -> None:
+    """The tests of `kernel-compat run`, with kernel selection, which it starts, too. Arguments after -- go to pytest."""
+    session.install(
+        "--editable",
+        ".[gpu,transformers5-exp]",
+        "--editable",
+        "compat/ops",
+        "--editable",
+        "compat/run",
+        "--group",
+        "test",
+    )
+    session.run("pytest", "tests/run", *session.posargs, env=_with_bytecode(session))
 
 
 @nox.session(tags=["ci"])

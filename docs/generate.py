@@ -49,7 +49,7 @@ def documents() -> Iterator[tuple[Path, str]]:
     before = {"before": "BEFORE", "address": "ADDRESS", "variable": "VARIABLE"}
     readmes = (
         ROOT / folder / "README.md"
-        for folder in (".", "atlas", "compat/doctor", "compat/ops", "compat/prove", "matrix")
+        for folder in (".", "atlas", "compat/doctor", "compat/ops", "compat/prove", "compat/run", "matrix")
     )
     for path in [*readmes, *sorted((ROOT / "docs").glob("*.md"))]:
         text = INSTALLS["installs"](path.read_text(encoding="utf-8"))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 #: Whether the distributions are on a package index. Until they are, the commands that install them read a clone of the repository,
-#: at the address in the environment variable KERNEL_COMPAT.
+#: at the address in the environment variable KERNEL_COMPAT_SOURCE.
 PUBLISHED = False
 
 #: What the documents install elsewhere than in a checkout, with its folder in the repository.
 FOLDERS = {
-    **dict.fromkeys([f"kernel-compat[{extra}]" for extra in ("all", "doctor", "ops", "prove")], ""),
+    **dict.fromkeys([f"kernel-compat[{extra}]" for extra in ("all", "doctor", "ops", "prove", "run")], ""),
     "kernel-compat-atlas": "#subdirectory=atlas",
     "kernel-compat-matrix": "#subdirectory=matrix",
     "kernel-compat-matrix[ray]": "#subdirectory=matrix",
@@ -22,7 +22,7 @@ def _from_index(name: str) -> str:
 
 
 def _from_git(name: str, folder: str) -> str:
-    return f'python3 -m pip install -q uv && python3 -m uv pip install --python python3 "{name} @ git+$KERNEL_COMPAT{folder}"'
+    return f'python3 -m pip install -q uv && python3 -m uv pip install --python python3 "{name} @ git+$KERNEL_COMPAT_SOURCE{folder}"'
 
 
 #: The commands that install from an index, and those until then.
@@ -30,14 +30,14 @@ INSTALLS = {_from_index(name): _from_git(name, folder) for name, folder in FOLDE
 
 #: What docs/installing.md says until then.
 BEFORE = """
-The distributions aren't on a package index yet. Set `KERNEL_COMPAT` to the address of this repository, or to the path of a clone as
+The distributions aren't on a package index yet. Set `KERNEL_COMPAT_SOURCE` to the address of this repository, or to the path of a clone as
 `file:///...`; [uv](https://docs.astral.sh/uv/) finds each distribution's neighbours in the same repository. Workflows read the variable of
 this name of your repository (Settings, Secrets and variables, Actions, Variables). In a checkout, `uv sync --extra all` installs them.
 """
 
 #: What documents with such a command say until then, with the way to docs/installing.md, and what those with a workflow say.
-ADDRESS = " Until kernel-compat is on a package index, set `KERNEL_COMPAT` to [the address of its repository or of a clone]({})."
-VARIABLE = " Until kernel-compat is on a package index, `KERNEL_COMPAT` is a [variable of your repository]({}) with that address."
+ADDRESS = " Until kernel-compat is on a package index, set `KERNEL_COMPAT_SOURCE` to [the address of its repository or of a clone]({})."
+VARIABLE = " Until kernel-compat is on a package index, `KERNEL_COMPAT_SOURCE` is a [variable of your repository]({}) with that address."
 
 #: The start of a command that installs from an index, unless it names folders or files.
 _INSTALLER = (
@@ -55,7 +55,7 @@ def installs(text: str) -> str:
 
 
 def _in_workflow(command: str) -> str:
-    return f"- run: {command.replace('$KERNEL_COMPAT', '${{ vars.KERNEL_COMPAT }}')}"
+    return f"- run: {command.replace('$KERNEL_COMPAT_SOURCE', '${{ vars.KERNEL_COMPAT_SOURCE }}')}"
 
 
 def commands(text: str) -> list[str]:

@@ -19,7 +19,7 @@ def make(site: Path) -> None:
             source = origin.parent if spec.submodule_search_locations else origin
             (site / source.name).symlink_to(source)
     add_shims(site)
-    for name in ("kernel_compat_doctor", "kernel_compat_ops", "kernel_compat_prove"):
+    for name in ("kernel_compat_doctor", "kernel_compat_ops", "kernel_compat_prove", "kernel_compat_run"):
         package = importlib.util.find_spec(name)
         if package is not None and package.submodule_search_locations:
             (site / name).symlink_to(package.submodule_search_locations[0])

@@ -1,13 +1,13 @@
 """How other packages enter the library: entry-point groups, and what each entry must be.
 
-The library imports none of them by name. Its own neighbours, kernel-compat-ops, kernel-compat-prove and kernel-compat-doctor,
-use the same groups as any other project's package.
+The library imports none of them by name. Its own neighbours, such as kernel-compat-ops and kernel-compat-prove, use the same groups as any other project's package.
 
 | group | entry | what it adds |
 |---|---|---|
 | ``kernel_compat.commands`` | a module, see `Command` | a command of ``kernel-compat`` |
 | ``kernel_compat.load_gates`` | a `LoadGate` | a check of each model that is loaded under a registered name |
 | ``kernel_compat.diagnoses`` | a `Diagnose` | what is wrong with an installed package, for ``kernel-compat explain`` |
+| ``kernel_compat.plans`` | a `Plan` | what the package would do here, for ``kernel-compat plan`` |
 | ``kernel_compat.public`` | any object | a public name of the library whose code is in that package |
 
 Shims (``kernel_compat.shims``) and attention names (``kernel_compat.attention``) have groups of their own.
@@ -15,7 +15,7 @@ Shims (``kernel_compat.shims``) and attention names (``kernel_compat.attention``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -30,12 +30,14 @@ __all__ = [
     "COMMANDS",
     "DIAGNOSES",
     "LOAD_GATES",
+    "PLANS",
     "PUBLIC",
     "Claim",
     "Command",
     "Diagnose",
     "Finding",
     "LoadGate",
+    "Plan",
     "entries",
     "in_order",
     "install_hint",
@@ -46,6 +48,7 @@ __all__ = [
 COMMANDS = "kernel_compat.commands"
 LOAD_GATES = "kernel_compat.load_gates"
 DIAGNOSES = "kernel_compat.diagnoses"
+PLANS = "kernel_compat.plans"
 PUBLIC = "kernel_compat.public"
 
 #: The claims about a model that a `LoadGate` checks: ``attention``, that it computes the same under a registered name as with eager
@@ -107,6 +110,13 @@ class Diagnose(Protocol):
 
     def __call__(self, distribution: str, environment: Environment) -> Sequence[Finding]:
         """The findings; empty if it is well, or isn't installed."""
+
+
+class Plan(Protocol):
+    """Called by ``kernel-compat plan``, which prints what it returns behind its own plan."""
+
+    def __call__(self) -> Mapping[str, Any]:
+        """A document with the lines to print, ``text``, and whether the plan can be carried out, ``ok``."""
 
 
 def in_order(points: Iterable[EntryPoint]) -> list[EntryPoint]:

@@ -15,7 +15,7 @@ from compat_matrix.errors import MatrixError
 from compat_matrix.processes import Hosts
 
 #: The folders of this project's own packages: the steps run the code of the branch.
-_SOURCES = ("compat", "compat/doctor", "compat/ops", "compat/prove", "shims", "atlas", "matrix")
+_SOURCES = ("compat", "compat/doctor", "compat/ops", "compat/prove", "compat/run", "shims", "atlas", "matrix")
 
 
 def git(folder: Path, *words: str) -> str:

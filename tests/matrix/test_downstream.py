@@ -172,8 +172,10 @@ def test_no_document_names_a_command_that_fails_today() -> None:
         for name in have:
             assert "on a package index" in named[name], name
             prose = re.sub(r"```.*?```", "", named[name], flags=re.DOTALL)
-            in_workflow = "vars.KERNEL_COMPAT" in named[name]
-            assert prose.count("`KERNEL_COMPAT`") >= 1 + (in_workflow and "$KERNEL_COMPAT#" in named[name]), name
+            in_workflow = "vars.KERNEL_COMPAT_SOURCE" in named[name]
+            assert prose.count("`KERNEL_COMPAT_SOURCE`") >= 1 + (
+                in_workflow and "$KERNEL_COMPAT_SOURCE#" in named[name]
+            ), name
 
 
 @pytest.mark.parametrize(
@@ -233,7 +235,7 @@ def test_the_page_is_right_with_the_real_packages(tmp_path: Path) -> None:
     )
     environment = {
         **os.environ,
-        "KERNEL_COMPAT": tutorial.ROOT.as_uri(),
+        "KERNEL_COMPAT_SOURCE": tutorial.ROOT.as_uri(),
         "PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}",
     }
     script = "\n".join(["set -euo pipefail", *tutorial.commands()])

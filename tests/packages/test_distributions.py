@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 
 FOLDER = Path(os.environ["DISTRIBUTIONS"])
 ROOT = Path(__file__).parents[2]
-NEIGHBOURS = ("doctor", "ops", "prove")
+NEIGHBOURS = ("doctor", "ops", "prove", "run")
 EVERY = ("kernel-compat", *(f"kernel-compat-{name}" for name in (*NEIGHBOURS, "atlas", "matrix")))
 
 INSTALLS: dict[str, str] = runpy.run_path(str(ROOT / "docs" / "installs.py"))["INSTALLS"]
@@ -122,6 +122,21 @@ def test_a_neighbour_alone(name: str, arguments: tuple[str, ...], code: int, env
     assert run("python", "-c", f"import kernel_compat_{name}").returncode == 0
 
 
+def test_run_starts_in_each_process_by_its_file_beside_the_packages(environment: Callable[..., Run]) -> None:
+    with zipfile.ZipFile(wheel("kernel-compat-run")) as archive:
+        line = archive.read("kernel_compat_run.pth").decode()
+    assert line.count("\n") == 1
+    run = environment("kernel-compat", "kernel-compat-run")
+    loaded = "import sys; print('kernel_compat_run.start' in sys.modules)"
+    assert run("python", "-c", loaded).stdout == "False\n"
+    python = run("python", "-c", "import sys; print(sys.executable)").stdout.strip()
+    done = run("kernel-compat", "run", "--", python, "-c", loaded)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    refused = run("kernel-compat", "run", "--ops", "auto", "--", python, "-c", loaded)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert 'pip install "kernel-compat[ops]"' in refused.stderr
+
+
 def test_all_together(environment: Callable[..., Run]) -> None:
     run = environment(*EVERY)
     for command in (
@@ -164,7 +179,7 @@ def empty(folder: Path) -> dict[str, str]:
     """The variables of a shell with an empty environment in a folder, and with the address of a clone of this repository."""
     command = [sys.executable, "-m", "uv", "venv", "-q", "--seed", "--python", sys.executable, str(folder / "venv")]
     subprocess.run(command, check=True)
-    return {**os.environ, "KERNEL_COMPAT": ROOT.as_uri(), "PATH": f"{folder}/venv/bin:{os.environ['PATH']}"}
+    return {**os.environ, "KERNEL_COMPAT_SOURCE": ROOT.as_uri(), "PATH": f"{folder}/venv/bin:{os.environ['PATH']}"}
 
 
 def test_the_tutorial_begins_in_an_empty_environment(tmp_path: Path) -> None:

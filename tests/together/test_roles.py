@@ -12,13 +12,14 @@ import pytest
 import kernel_compat
 import kernel_compat_ops
 import kernel_compat_prove
+import kernel_compat_run
 import kernel_compat_shims
 from kernel_compat.attention import roles
 from kernel_compat.attention.roles import CACHE, LENGTHS, MASK, POSITIONS, SINKS, Role
 
-LIBRARY, OPS, PROVE, SHIMS = (
+LIBRARY, OPS, PROVE, RUN, SHIMS = (
     Path(inspect.getfile(package)).parent
-    for package in (kernel_compat, kernel_compat_ops, kernel_compat_prove, kernel_compat_shims)
+    for package in (kernel_compat, kernel_compat_ops, kernel_compat_prove, kernel_compat_run, kernel_compat_shims)
 )
 
 #: But for words that have other meanings in most places: the last two are features of kernels.
@@ -67,7 +68,7 @@ def exempt(path: Path) -> set[str]:
     return {name for place, (names, _) in EXEMPT.items() if place in (path, *path.parents) for name in names.split()}
 
 
-@pytest.mark.parametrize("root", [LIBRARY, OPS, PROVE, SHIMS], ids=lambda root: root.name)
+@pytest.mark.parametrize("root", [LIBRARY, OPS, PROVE, RUN, SHIMS], ids=lambda root: root.name)
 def test_nothing_else_spells_the_names(root: Path) -> None:
     found = []
     for path in sorted(root.rglob("*.py")):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, version
 from pathlib import Path
@@ -442,6 +443,20 @@ class TestPlan:
         assert "Traceback" not in done.stderr
         if form:
             assert json.loads(done.stdout)["ok"] is False
+
+    def test_the_plans_of_other_packages_come_behind(self, run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+        own = types.ModuleType("another_package")
+        monkeypatch.setitem(sys.modules, own.__name__, own)
+        points = {"another": EntryPoint("another", "another_package:plan", gates.PLANS)}
+        monkeypatch.setattr("kernel_compat.cli.plan.entries", lambda group: points if group == gates.PLANS else {})
+        monkeypatch.setattr(own, "plan", lambda: {"ok": True, "text": ["another: all of it"]}, raising=False)
+        assert run("plan").stdout.endswith("\nanother: all of it\n")
+        assert json.loads(run("plan", "--json").stdout)["plans"]["another"]["ok"] is True
+
+        monkeypatch.setattr(own, "plan", lambda: 1 / 0)
+        done = run("plan")
+        assert done.returncode == 1
+        assert "The plan of another_package failed: ZeroDivisionError: division by zero" in done.stdout
 
 
 def test_a_number_that_is_not_finite_is_null() -> None:

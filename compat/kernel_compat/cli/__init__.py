@@ -26,7 +26,7 @@ __all__ = ["main"]
 #: The commands of this package, each a module that is a `gates.Command` and is imported when it is called.
 OWN = ("check", "status", "explain", "plan")
 #: The commands of neighbours, each by the name of its extra. `kernel-compat --help` has them where they aren't installed, too.
-NEIGHBOURS = ("doctor", "ops", "prove")
+NEIGHBOURS = ("doctor", "ops", "prove", "run")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

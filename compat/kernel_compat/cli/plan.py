@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from ..errors import KernelUnavailableError
+from ..gates import PLANS, entries, package_of
 from ..policy.capabilities import require_known
 from ..policy.planning import plan_attention
 from .arguments import MODEL_HELP, BadArgumentsError, add_json, model_type
@@ -35,7 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def find(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The plan; without one, the reasons why no attention can be used."""
+    """The plan, with those of other packages; without one, the reasons why no attention can be used."""
+    document = _attention(arguments)
+    others = {name: _plan_of(point) for name, point in entries(PLANS).items()}
+    return {**document, "ok": document["ok"] and all(plan["ok"] for plan in others.values()), "plans": others}
+
+
+def _plan_of(point: EntryPoint) -> Mapping[str, Any]:
+    try:
+        plan: Mapping[str, Any] = point.load()()
+    except Exception as error:  # another project's, which may fail in any way
+        return {"ok": False, "text": [f"The plan of {package_of(point)} failed: {type(error).__name__}: {error}"]}
+    return plan
+
+
+def _attention(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.attn is not None:
         require_known(arguments.attn)
     try:
@@ -57,8 +74,15 @@ def find(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(document: dict[str, Any]) -> None:
-    """Print the plan and its reasons."""
-    if not document["ok"]:
+    """Print the plan and its reasons, and those of other packages."""
+    _show_attention(document)
+    for plan in document["plans"].values():
+        for line in plan["text"]:
+            print_text(line, "" if plan["ok"] else "red")
+
+
+def _show_attention(document: dict[str, Any]) -> None:
+    if "error" in document:
         print_text("No plan: no attention can be used here.", "bold red")
         for line in (*(f"  {reason}" for reason in document["reasons"]), document["install"]):
             print_text(line)

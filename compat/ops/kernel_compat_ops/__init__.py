@@ -15,7 +15,7 @@ from typing import Any
 
 from kernel_compat.errors import RenamedWarning
 
-from .apply import applied, apply_ops, refusal, use
+from .apply import applied, apply_ops, refusal, use, use_everywhere
 from .bound import BoundOps
 from .config import OpsConfig
 from .op_slot import OpSlot
@@ -50,6 +50,7 @@ __all__ = [
     "unregister_kernel",
     "unregister_op",
     "use",
+    "use_everywhere",
 ]
 
 

@@ -6,17 +6,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from kernel_compat.errors import SeamError
+from kernel_compat.errors import SeamError, UnsupportedFeatureError
+from kernel_compat.patching.handle import Handle
 from kernel_compat.patching.installation import Installation
+from kernel_compat.patching.report import InstallationReport
 from kernel_compat.patching.seam import Seam
 from kernel_compat.patching.shim import Shim
+from kernel_compat.proofs.underway import is_proving
 
 from .bound import RECORD, BoundOps, lock
 from .config import OpsConfig
 from .instances import require_module
 from .op_slot import active
+from .spec import EAGER
 
-__all__ = ["applied", "apply_ops", "refusal", "use"]
+__all__ = ["applied", "apply_ops", "refusal", "use", "use_everywhere"]
 
 POST_INIT = Seam("transformers.modeling_utils:PreTrainedModel.post_init", ("self",))
 
@@ -122,15 +126,66 @@ def use(config: OpsConfig) -> Iterator[None]:
     """
     _require_config(config)
     with _building.installed() as report:
-        if report[_SHIM.name].state != "applied":
-            raise SeamError(
-                POST_INIT.target, "a method that is called with self", report[_SHIM.name].reason, "transformers"
-            )
+        _require_applied(report)
         token = active.set(config)
         try:
             yield
         finally:
             active.reset(token)
+
+
+def use_everywhere(config: OpsConfig | None) -> Handle:
+    """Apply a config to every model of transformers that this process builds from now on, in any thread; else as `use`.
+
+    A block of `use` comes before it. Imports transformers.
+
+    Args:
+        config: None for `OpsConfig.auto` of each model.
+
+    Returns:
+        The handle that ends it. The models keep the kernels.
+
+    Raises:
+        TypeError: neither an `OpsConfig` nor None.
+        ValueError: the process uses another config already.
+        SeamError: as of `use`.
+    """
+    if config is not None:
+        _require_config(config)
+    _process.begin(config)
+    return Handle(_process.end)
+
+
+class _Process:
+    """The config of `use_everywhere`."""
+
+    def __init__(self) -> None:
+        self.used = False
+        self.config: OpsConfig | None = None
+
+    def begin(self, config: OpsConfig | None) -> None:
+        with lock:
+            if self.used:
+                raise ValueError(
+                    f"this process uses {self.config or 'OpsConfig.auto'} for all models already: undo that first"
+                )
+            _require_applied(_building.install())
+            self.used, self.config = True, config
+
+    def end(self) -> bool:
+        with lock:
+            self.used = False
+            return bool(_building.uninstall().left_alone)
+
+
+_process = _Process()
+
+
+def _require_applied(report: InstallationReport) -> None:
+    if report[_SHIM.name].state != "applied":
+        raise SeamError(
+            POST_INIT.target, "a method that is called with self", report[_SHIM.name].reason, "transformers"
+        )
 
 
 def _require_config(config: Any) -> None:
@@ -143,10 +198,31 @@ def _replace(originals: Mapping[str, Any]) -> Mapping[str, Any]:
 
     def post_init(self: Any) -> None:
         original(self)
-        if (config := active.get()) is not None:
-            apply_ops(self, config)
+        config = active.get()
+        if config is not None or (_process.used and not is_proving()):
+            _apply_to_built(self, config or _process.config)
 
     return {"post_init": post_init}
+
+
+def _apply_to_built(model: Any, config: OpsConfig | None) -> None:
+    """Apply a config to a model that has just been built; None for the best of it, in place of the best of its parts."""
+    quantized = getattr(model.config, "quantization_config", None) is not None
+    if config is None:
+        for module in model.modules():
+            if (part := applied(module)) is not None:
+                part.undo()
+        config = OpsConfig.auto(model=model)
+        if quantized:
+            config = OpsConfig.from_dict({**config.values(), "moe_implementation": EAGER})
+    report = apply_ops(model, config)
+    if quantized and any(binding.op == "moe" for binding in report.bindings):
+        report.undo()
+        raise UnsupportedFeatureError(
+            "weights that are quantized after it is built",
+            f"moe_implementation={config['moe']!r}",
+            f"Load the {type(model).__name__} with moe_implementation='eager'.",
+        )
 
 
 _SHIM = Shim(
