@@ -242,6 +242,8 @@ CASES = {
     "images": Case(_mllama, (5, 5), "images", padded=True, in_float32=True),
 }
 CASES = {name: case for name, case in CASES.items() if TRANSFORMERS.release >= case.since}
+#: Nothing travels between a decoder's tokens and an encoder's states: how heads are shared is the decoder's own matter.
+CASES_ON_A_MESH = ("padding of a decoder",)
 
 
 def states_of(case: Case, ranks: int) -> int:

@@ -345,7 +345,8 @@ def work(rank: int, mesh: tuple[int, ...], folder: Path) -> None:
         results[kind] = summed(loss), {key: summed(gradient) for key, gradient in gradients.items()}
     results["by hand"] = by_hand(folder, NAMES["contiguous"], over["contiguous"])
     results["beside encoders"] = {}
-    for what, beside in beside_encoders.CASES.items():
+    for what in beside_encoders.CASES if len(mesh) == 1 else beside_encoders.CASES_ON_A_MESH:
+        beside = beside_encoders.CASES[what]
         states = beside_encoders.states_of(beside, ranks)
         loss, logits, gradients = beside_encoders.computed(beside, NAMES["balanced"], states, over["balanced"])
         shares = {key: summed(gradient) for key, gradient in gradients.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import beside_encoders
 import pytest
 import torch
-from beside_encoders import states_of
+from beside_encoders import CASES_ON_A_MESH, states_of
 from sharded import (
     BOTH_WAYS,
     CASES,
@@ -113,12 +113,18 @@ def test_chunks_in_slices_made_by_hand(results: dict[str, Any], folder: Path) ->
     torch.testing.assert_close(results["by hand"], by_hand(folder, NAME), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("what", beside_encoders.CASES)
-def test_attention_to_an_encoder(results: dict[str, Any], request: pytest.FixtureRequest, what: str) -> None:
+def test_attention_to_an_encoder(results: dict[str, Any], request: pytest.FixtureRequest) -> None:
     """The encoder runs whole on every rank, and the decoder attends from the rank's slice to all states."""
+    mesh = request.node.callspec.params["results"]
+    assert results["beside encoders"].keys() == {*(CASES_ON_A_MESH if len(mesh) > 1 else beside_encoders.CASES)}
+    for what, of_ranks in results["beside encoders"].items():
+        require_same_beside_an_encoder(what, of_ranks, math.prod(mesh))
+
+
+def require_same_beside_an_encoder(what: str, of_ranks: Any, ranks: int) -> None:
     case = beside_encoders.CASES[what]
-    loss, logits, gradients = results["beside encoders"][what]
-    states = states_of(case, math.prod(request.node.callspec.params["results"]))
+    loss, logits, gradients = of_ranks
+    states = states_of(case, ranks)
     expected_loss, expected_logits, expected_gradients = beside_encoders.computed(case, NAME, states)
     allowed = 1e-5 if case.in_float32 and not case.in_double else 1e-9  # as of images above
     torch.testing.assert_close(loss, expected_loss, rtol=allowed, atol=0)
