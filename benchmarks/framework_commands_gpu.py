@@ -160,32 +160,34 @@ def run(command: list[str], skipped: int) -> dict[str, Any]:
     return {"ms": [1e3 * step for step in steps], "losses": losses, "gib": most / 2**30, "said": ours}
 
 
-def measured(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace, file: Path) -> None:
+    """Write the results of all commands, each as soon as it is known."""
+    from attention_gpu import describe
+
     model, texts = args.out / "model", args.out / "texts" / "train.jsonl"
     # In a process of its own, whose memory on the GPU isn't the commands'.
     making = multiprocessing.get_context("spawn").Process(target=make_files, args=(model, texts))
     making.start()
     making.join()
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {framework: {} for framework in args.only}
     for framework in args.only:
         for label, (before, attention) in RUNS[framework].items():
             out = args.out / f"{framework} {label}".replace(" ", "-").replace(",", "")
             out.mkdir()
             cell = run([*before, *line(framework, attention, model, texts, out, args.steps)], args.skipped)
-            results.setdefault(framework, {})[label] = cell
+            results[framework][label] = cell
+            file.write_text(json.dumps({"environment": {}, "results": results}, indent=1))
             print(framework, label, cell and f"{statistics.median(cell['ms']):.0f} ms", cell.get("said"), flush=True)
-    from attention_gpu import describe
-
-    return {"environment": describe("cuda"), "results": results}
+    file.write_text(json.dumps({"environment": describe("cuda"), "results": results}, indent=1))
 
 
 def rows(results: dict[str, Any]) -> Iterator[str]:
     yield "| command | line and attention | a step, ms | times as fast as sdpa | GPU memory, GiB | losses apart from sdpa's |"
     yield "|---|---|---|---|---|---|"
     for framework, cells in results.items():
-        base = cells["sdpa"]
+        base = cells.get("sdpa")
         for label, cell in cells.items():
-            if not cell:
+            if not cell or not base:
                 yield f"| {TITLES[framework]} | {label} | failed | | | |"
                 continue
             took, apart = statistics.median(cell["ms"]), max(map(_apart, cell["losses"], base["losses"]))
@@ -228,8 +230,9 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "framework_commands_gpu.json"
-    report = json.loads(args.source.read_text()) if args.source else measured(args)
-    file.write_text(json.dumps(report, indent=1))
+    if args.source is None:
+        measure(args, file)
+    report = json.loads((args.source or file).read_text())
     print("\n".join(rows(report["results"])))
     plot(report["results"], args.out / "framework_commands_gpu.svg")
 
