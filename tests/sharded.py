@@ -28,7 +28,7 @@ from any_layer import separates_chunks
 from autograd_scenarios import SCENARIOS
 from ranks import EXPERTS, KERNEL
 from small_mixers import MODELS, InDouble
-from tiny import CAUSAL_LMS, QWEN_VL, SHAPE, TRANSFORMERS, VOCAB, load, randomize, save, saved, two_images
+from tiny import BY_COLUMNS, CAUSAL_LMS, QWEN_VL, SHAPE, TRANSFORMERS, VOCAB, load, randomize, save, saved, two_images
 from tiny import bart as tiny_bart
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -207,7 +207,7 @@ CASES_ON_MANY = (
 
 def cases(mesh: tuple[int, ...]) -> dict[str, Case]:
     """The cases that are run on a mesh, whose models this transformers has and can spread."""
-    models = {*CAUSAL_LMS, *(MODELS if TRANSFORMERS.release >= OF_FUNCTIONS else ())}
+    models = {*CAUSAL_LMS, *BY_COLUMNS, *(MODELS if TRANSFORMERS.release >= OF_FUNCTIONS else ())}
     names = CASES_ON_MANY if math.prod(mesh) >= MANY else CASES_ON_A_MESH if len(mesh) > 1 else CASES
     left_out = () if separates_chunks() else ("chunks, packed", "chunks, packed by lengths", "chunks, checkpointed")
     return {name: CASES[name] for name in names if CASES[name].model in models and name not in left_out}
@@ -215,9 +215,8 @@ def cases(mesh: tuple[int, ...]) -> dict[str, Case]:
 
 def path_of(folder: Path, model: str) -> Path:
     """Save a tiny model once per folder."""
-    if model in CAUSAL_LMS:
-        return saved(folder, model)
-    return save(folder, model, transformers.AutoModelForCausalLM, MODELS[model]())
+    config = {**CAUSAL_LMS, **BY_COLUMNS, **MODELS}[model]()
+    return save(folder, model, transformers.AutoModelForCausalLM, config)
 
 
 def judged(case: Case, name: str, models: Path, over: ContextParallel | None = None) -> tuple[Tensor, Tensor, Any]:

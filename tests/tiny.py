@@ -175,9 +175,10 @@ CAUSAL_LMS = there(
         ("gemma2_softcap", _gemma2, "Gemma2Config"),
         ("gpt_oss_sinks", _gpt_oss, "GptOssConfig"),
         ("deepseek_value_dim", _deepseek, "DeepseekV3Config"),
-        ("llama4_chunks", _llama4, "Llama4TextConfig"),
     )
 )
+#: Of which packed sequences aren't computed as they are apart: queries grow with their columns in the row.
+BY_COLUMNS = there((("llama4_chunks", _llama4, "Llama4TextConfig"),))
 
 
 def bart() -> Any:
