@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,10 @@ class _Recomputing(torch.autograd.Function):  # type: ignore[misc]
 
 
 def recomputing(layer: Any, *args: Any) -> Any:
-    """A checkpoint function independent of torch's, like DeepSpeed's and Unsloth's."""
+    """A checkpoint function independent of torch's, like DeepSpeed's and Unsloth's; it looks at the layer, like LLaMA-Factory's."""
+    function = layer.func if isinstance(layer, partial) else layer
+    module = function.__self__ if hasattr(function, "__self__") else layer.args[0]  # from transformers 5.24 on
+    assert any(parameter.requires_grad for parameter in module.parameters())
     return _Recomputing.apply(layer, *args)
 
 

@@ -1,4 +1,4 @@
-"""axolotl 0.19: the configuration takes the names of a list and hub kernels, and only some of them for packed sequences.
+"""axolotl 0.19 to 0.21: the configuration takes the names of a list and hub kernels, and only some of them for packed sequences.
 
 Under any other name packed sequences are masked as for sdpa and a warning says that tokens attend to other sequences.
 """
@@ -15,7 +15,7 @@ ENUMS = "axolotl.utils.schemas.enums"
 SHIM = Shim(
     name="axolotl_flash_names",
     distribution="axolotl",
-    versions="==0.19.*",
+    versions=">=0.19,<0.22",
     reason="the configuration refuses every attention name but those of its own list and hub kernels",
     upstream="axolotl 0.19.0, axolotl.utils.schemas.enums",
     delete_when="the oldest supported axolotl takes any name of transformers' table",

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
+import wrapt
 from torch import Tensor
 
 from ..errors import UnprotectedError
@@ -428,13 +429,19 @@ def require_open() -> None:
 
 
 def in_current_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs in the context that is current now, whenever and in whichever thread it is called."""
+    """A function that runs in the context that is current now, whenever and in whichever thread it is called.
+
+    It has the type and the attributes of the function, which LLaMA-Factory's checkpoint function asks for its layer.
+    """
     context = current_context()
-    if context is None:
-        return function
+    return function if context is None else _InContext(function, context)
 
-    def in_context(*args: Any, **kwargs: Any) -> Any:
-        with within(context):
-            return function(*args, **kwargs)
 
-    return in_context
+class _InContext(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
+    def __init__(self, function: Callable[..., Any], context: Any) -> None:
+        super().__init__(function)
+        self._self_context = context  # by its prefix the proxy's own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with within(self._self_context):
+            return self.__wrapped__(*args, **kwargs)
