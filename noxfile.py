@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import lzma
 import runpy
+import tarfile
 from pathlib import Path
 
 import nox
@@ -142,12 +143,25 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def site(session: nox.Session) -> None:
-    """The published site, of the results in docs/compatibility.sqlite.xz. The argument after -- is its folder."""
-    session.install("--editable", ".", *NEIGHBOURS, "--editable", "atlas", "--editable", "matrix")
-    results = Path(session.create_tmp(), "results.sqlite").absolute()
+    """The published site: the documentation in versions, and the report of docs/compatibility.sqlite.xz. The arguments after -- are its folder, a version, and aliases.
+
+    Commits the version to the branch gh-pages, which has the others; the default is "dev". The report is made anew, in the folder matrix/.
+    """
+    session.install("--editable", ".", *NEIGHBOURS, "--editable", "atlas", "--editable", "matrix", "--group", "site")
+    scratch = Path(session.create_tmp()).absolute()
+    folder, *versions = session.posargs or [str(scratch / "site")]
+    versions = versions or ["dev"]
+    session.run("mike", "deploy", "--update-aliases", *versions)
+    begun = session.run("git", "ls-tree", "--name-only", "gh-pages", "index.html", external=True, silent=True)
+    if "latest" in versions or not begun:
+        session.run("mike", "set-default", versions[-1])
+    archive, results = scratch / "site.tar", scratch / "results.sqlite"
+    session.run("git", "archive", "--output", str(archive), "gh-pages", external=True)
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder, filter="data")
     results.write_bytes(lzma.decompress(Path("docs/compatibility.sqlite.xz").read_bytes()))
-    folder = session.posargs or [f"{results.parent}/site"]
-    session.run("kernel-compat-matrix", "report", "--store", str(results), "--axes", "matrix/axes.toml", *folder)
+    report = ["--store", str(results), "--axes", "matrix/axes.toml", f"{folder}/matrix"]
+    session.run("kernel-compat-matrix", "report", *report)
 
 
 @nox.session(tags=["ci"])

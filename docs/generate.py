@@ -1,4 +1,4 @@
-"""Write the parts of the READMEs and of docs/ that are generated from code: supported releases, kernels, shims, modules, how to install.
+"""Write the parts of the READMEs, of docs/ and of notebooks that are generated: supported releases, kernels, shims, modules, how to install, a framework's rows.
 
 Usage: python docs/generate.py [--check]
 
@@ -8,6 +8,7 @@ With --check it writes nothing and exits with 1 if a file is out of date.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import runpy
@@ -51,15 +52,47 @@ def documents() -> Iterator[tuple[Path, str]]:
         ROOT / folder / "README.md"
         for folder in (".", "atlas", "compat/doctor", "compat/ops", "compat/prove", "compat/run", "matrix")
     )
-    for path in [*readmes, *sorted((ROOT / "docs").glob("*.md"))]:
-        text = INSTALLS["installs"](path.read_text(encoding="utf-8"))
+    for path in [*readmes, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.ipynb"))]:
         where = os.path.relpath(ROOT / "docs" / "installing.md", path.parent)
         until = {
             marker: "" if INSTALLS["PUBLISHED"] else INSTALLS[name].format(where) for marker, name in before.items()
         }
-        for marker, part in (parts | until).items():
-            text = re.sub(rf"(<!-- {marker} -->).*?(<!-- / -->)", rf"\g<1>{part}\g<2>", text, flags=re.DOTALL)
-        yield path, text
+        fill = _notebook if path.suffix == ".ipynb" else _filled
+        yield path, fill(path.read_text(encoding="utf-8"), parts | until)
+    yield ROOT / "docs" / "badges.svg", _badges()
+
+
+def _filled(text: str, parts: dict[str, str]) -> str:
+    """A document with the commands that install today, and its generated parts."""
+    text = INSTALLS["installs"](text)
+    for marker, part in parts.items():
+        text = re.sub(rf"(<!-- {marker} -->).*?(<!-- / -->)", rf"\g<1>{part}\g<2>", text, flags=re.DOTALL)
+    return re.sub(
+        r"(<!-- ([\w-]+): ([^>]+) -->).*?(<!-- / -->)",
+        lambda match: f"{match[1]}\n{_rows_of(ROOT / 'docs' / f'{match[2]}.md', match[3])}\n{match[4]}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def _notebook(text: str, parts: dict[str, str]) -> str:
+    """The same for each cell of a notebook, in the form in which nbformat writes it."""
+    notebook = json.loads(text)
+    for cell in notebook["cells"]:
+        cell["source"] = _filled("".join(cell["source"]), parts).splitlines(keepends=True)
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def _rows_of(document: Path, name: str) -> str:
+    """The rows of a document's tables of frameworks whose first field has a name, each table with its head, for a page in a folder below."""
+    tables = re.findall(
+        r"^(\| framework \|.+\n\|[-| ]+\n)((?:\|.+\n)+)", document.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    rows = {head: [row for row in body.splitlines() if name in row.split("|")[1]] for head, body in tables}
+    shown = [head + "\n".join(lines) for head, lines in rows.items() if lines]
+    assert shown, f"{document.name}: no table has a row for {name}"
+    text = re.sub(r"\]\(#", f"]({document.name}#", "\n\n".join(shown))
+    return re.sub(r"\]\((?!\w+:)", "](../", text)
 
 
 def shims() -> list[Shim]:
@@ -73,6 +106,33 @@ def shims() -> list[Shim]:
 def _range(releases: dict[str, str]) -> str:
     oldest, *_, newest = minors(releases)
     return f"{oldest} to {newest}"
+
+
+def _badges() -> str:
+    """The supported releases and the licence as a picture, beside each other."""
+    metadata = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    pythons = re.findall(r"Python :: (3\.\d+)", metadata)
+    (licence,) = re.findall(r'^license = "(.+)"', metadata, re.MULTILINE)
+    badges = {
+        "python": f"{pythons[0]} to {pythons[-1]}",
+        "transformers": _range(TRANSFORMERS),
+        "torch": _range(TORCH),
+        "licence": licence,
+    }
+    shapes, left = [], 0
+    for fields in badges.items():
+        for field, color in zip(fields, ("#555", "#1f6fb2"), strict=True):
+            width = 7 * len(field) + 12
+            shapes.append(
+                f'<rect x="{left}" width="{width}" height="20" fill="{color}"/><text x="{left + 6}" y="14" textLength="{width - 12}">{field}</text>'
+            )
+            left += width
+        left += 6
+    words = ", ".join(map(" ".join, badges.items()))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{left - 6}" height="20" role="img" aria-label="{words}">'
+    return "\n".join(
+        [head, '<g font-family="Verdana,sans-serif" font-size="11" fill="#fff">', *shapes, "</g>", "</svg>", ""]
+    )
 
 
 def _shims() -> str:

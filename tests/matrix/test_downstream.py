@@ -152,7 +152,7 @@ DOCUMENTS = sorted(
     path
     for pattern in (
         "*.md",
-        "docs/*.md",
+        "docs/**/*.md",
         "*/README.md",
         "*/*/README.md",
         ".github/workflows/*.yml",

@@ -1,4 +1,4 @@
-"""The published site: the report of the results in docs/compatibility.sqlite.xz, as the session `site` of nox and the workflow make it."""
+"""The published site: the report in it, of the results in docs/compatibility.sqlite.xz, as the session `site` of nox and the workflow make it."""
 
 from __future__ import annotations
 
