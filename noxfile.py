@@ -61,6 +61,9 @@ ON_TRANSFORMERS = (
     "tests/integration/test_upstream_failures.py",
 )
 
+#: The Pythons on which the distributions can be installed. torch and transformers are tested on those of `NIGHTLY`.
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+
 #: Every supported Python with the newest releases; the lowest versions of the direct dependencies; and every release of
 #: transformers that `versions` has.
 NIGHTLY = [
@@ -111,7 +114,7 @@ BYTECODE = Path(__file__).parent.absolute() / ".nox" / "bytecode"
 
 @nox.session(tags=["ci"])
 def lint(session: nox.Session) -> None:
-    """Formatting, lint rules, the arrows between the rooms, and the form of the workflows."""
+    """Formatting, lint rules, the arrows between the rooms, and the form of the workflows and of CITATION.cff."""
     session.install("--group", "lint")
     session.run("ruff", "format", "--check")
     session.run("ruff", "check")
@@ -122,6 +125,7 @@ def lint(session: nox.Session) -> None:
     )
     workflows = map(str, sorted(Path(".github/workflows").glob("*.yml")))
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
+    session.run("check-jsonschema", "--builtin-schema", "vendor.citation-file-format", "CITATION.cff")
 
 
 @nox.session(tags=["ci"])
@@ -233,16 +237,18 @@ def matrix(session: nox.Session) -> None:
 @nox.session(tags=["ci"])
 def packages(session: nox.Session) -> None:
     """Builds and checks every distribution, and installs each from its files into an empty environment. Arguments after -- go to pytest."""
-    session.install("--group", "packages")
-    built = str(Path(session.create_tmp(), "dist").absolute())
-    session.run("uv", "build", "-q", "--all-packages", "--clear", "--out-dir", built)
-    session.run("twine", "check", "--strict", *map(str, sorted(Path(built).glob("kernel_compat*"))))
-    session.run("pytest", "tests/packages", *session.posargs, env={**ENVIRONMENT, "DISTRIBUTIONS": built})
+    _distributions(session, Path(session.create_tmp(), "dist").absolute())
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """The same with what a release publishes, in dist/, and with an environment of every supported Python. Arguments after -- go to pytest."""
+    _distributions(session, Path("dist").absolute(), PYTHONS=" ".join(PYTHONS))
 
 
 @nox.session(tags=["ci"])
 def examples(session: nox.Session) -> None:
-    """The scripts in examples/ print what docs/examples.md shows. Arguments after -- go to pytest."""
+    """The scripts in examples/ print what docs/examples.md shows, and the notebook draws its picture. Arguments after -- go to pytest."""
     session.install(
         "--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "./examples/shim_package", "--group", "examples"
     )
@@ -332,6 +338,19 @@ def coverage(session: nox.Session) -> None:
     session.install("--editable", ".[gpu,transformers5-exp]", *NEIGHBOURS, "--group", "test", "--group", "coverage")
     arguments = ["--cov", "--cov-report", "term:skip-covered", "--cov-report", "xml"]
     session.run("pytest", *TWO, "-m", "", *SUITES, *arguments, *session.posargs, env=ENVIRONMENT)
+
+
+def _distributions(session: nox.Session, built: Path, **variables: str) -> None:
+    session.install("--group", "packages")
+    session.run("uv", "build", "-q", "--all-packages", "--clear", "--out-dir", str(built))
+    session.run("twine", "check", "--strict", *map(str, sorted(built.glob("kernel_compat*"))))
+    session.run("check-wheel-contents", *map(str, sorted(built.glob("*.whl"))))
+    session.run(
+        "pytest",
+        "tests/packages",
+        *session.posargs,
+        env={**ENVIRONMENT, "DISTRIBUTIONS": str(built), **variables},
+    )
 
 
 def _with_bytecode(session: nox.Session) -> dict[str, str]:

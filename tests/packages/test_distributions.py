@@ -27,6 +27,9 @@ ROOT = Path(__file__).parents[2]
 NEIGHBOURS = ("doctor", "ops", "prove", "run")
 EVERY = ("kernel-compat", *(f"kernel-compat-{name}" for name in (*NEIGHBOURS, "atlas", "matrix")))
 
+#: The versions or paths of the interpreters on which all are installed together.
+PYTHONS = os.environ.get("PYTHONS", sys.executable).split()
+
 INSTALLS: dict[str, str] = runpy.run_path(str(ROOT / "docs" / "installs.py"))["INSTALLS"]
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -47,9 +50,9 @@ def metadata(name: str) -> Message:
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """An environment with distributions, by the names of their wheels, and what they need: neither torch nor transformers."""
 
-    def make(*names: str) -> Run:
+    def make(*names: str, python: str = sys.executable) -> Run:
         folder = tmp_path_factory.mktemp("environment")
-        subprocess.run([sys.executable, "-m", "uv", "venv", "-q", "--python", sys.executable, folder], check=True)
+        subprocess.run([sys.executable, "-m", "uv", "venv", "-q", "--python", python, folder], check=True)
         wheels = [str(wheel(name)) for name in names]
         install = ["pip", "install", "-q", "--python", str(folder), *wheels]
         subprocess.run([sys.executable, "-m", "uv", *install], check=True, cwd=folder)
@@ -137,8 +140,9 @@ def test_run_starts_in_each_process_by_its_file_beside_the_packages(environment:
     assert 'pip install "kernel-compat[ops]"' in refused.stderr
 
 
-def test_all_together(environment: Callable[..., Run]) -> None:
-    run = environment(*EVERY)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_all_together(python: str, environment: Callable[..., Run]) -> None:
+    run = environment(*EVERY, python=python)
     for command in (
         *(("kernel-compat", name) for name in ("check", "status", "explain", "plan", *NEIGHBOURS)),
         ("kernel-compat-atlas",),
@@ -162,6 +166,10 @@ def test_metadata(name: str) -> None:
         requirement = Requirement(text)
         if requirement.name in EVERY:
             assert str(requirement.specifier) == f"=={version()}", text
+
+
+def test_the_citation_has_the_version() -> None:
+    assert f"\nversion: {version()}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
