@@ -243,9 +243,7 @@ class DotProductAttention(torch.nn.Module):
 kernel_of_torch = F.scaled_dot_product_attention
 
 
-def test_te_is_injected_into_layers_under_sdpa(
-    model: Path, installed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_te_is_injected_into_layers_under_sdpa(model: Path, installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """NeMo's own code replaces sdpa in each layer: no attention name, and without effect under any other than sdpa."""
     monkeypatch.setattr(te_attention, "_create_te_dot_product_attention", lambda **shape: DotProductAttention())
     ids = torch.arange(4, 16)[None]
