@@ -269,9 +269,9 @@ def test_the_functions_of_the_table_are_there() -> None:
 
 def test_fallback_of_the_ladder() -> None:
     """The same, but for the last one and registered names, which NeMo sends to eager."""
-    without_torch = {"exclude": {"flash_attention_torch"}}
+    following = partial(policy.next_fallback, exclude={"flash_attention_torch"})
     for name in (*kernel_patches.FLASH_ATTN_IMPLEMENTATIONS, "sdpa", "eager", "nothing", None):
-        assert (policy.next_fallback(name, **without_torch) or "eager") == kernel_patches._get_next_fallback_attn(name)
+        assert (following(name) or "eager") == kernel_patches._get_next_fallback_attn(name)
     assert policy.next_fallback("eager") is None
 
 
