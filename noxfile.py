@@ -60,11 +60,8 @@ ON_TRANSFORMERS = (
     "tests/integration/test_upstream_failures.py",
 )
 
-#: The release of each framework that the session `frameworks` has, and what its users install with it.
-FRAMEWORKS = {
-    "nemo_automodel": ("0.7.0", "accelerate"),
-    "veomni": ("0.1.12", "transformers==5.9.0", "torchvision"),
-}
+#: The requirements of each framework of the session `frameworks`.
+FRAMEWORKS = sorted((Path(__file__).parent / "tests" / "downstream" / "requirements").glob("*.txt"))
 
 #: Every supported Python with the newest releases; the lowest versions of the direct dependencies; and every release of
 #: transformers that `versions` has.
@@ -319,11 +316,11 @@ def downstream(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
-@nox.parametrize("framework", [*FRAMEWORKS])
+@nox.parametrize("framework", [path.stem for path in FRAMEWORKS])
 def frameworks(session: nox.Session, framework: str) -> None:
     """Frameworks whose requirements exclude the pins that the cells of `downstream` share. Arguments after -- go to pytest."""
-    requirements = [f"{framework}=={FRAMEWORKS[framework][0]}", *FRAMEWORKS[framework][1:], f"torch=={TORCH}"]
-    session.install("--editable", ".", *NEIGHBOURS, *requirements, "--group", "pytest")
+    requirements = f"tests/downstream/requirements/{framework}.txt"
+    session.install("--editable", ".", *NEIGHBOURS, "--requirement", requirements, "--group", "pytest")
     for tests in (framework, "groups"):  # each in a process of its own: VeOmni replaces the losses of transformers
         session.run("pytest", "-m", "", f"tests/downstream/test_{tests}.py", *session.posargs, env=ENVIRONMENT)
 

@@ -1,4 +1,4 @@
-"""What docs/frameworks.md tells a framework to delete."""
+"""What docs/frameworks.md tells a framework to delete and to add."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def deleted_names(framework: str) -> list[str]:
     """The names in the first column of its table."""
     rows = [line.split("|")[1] for line in section(framework).splitlines() if line.startswith("| `")]
     return [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+
+
+def code(framework: str) -> str:
+    """Its block of Python."""
+    (block,) = re.findall(r"```python\n(.*?)```", section(framework), re.DOTALL)
+    return str(block)

@@ -1,4 +1,4 @@
-"""nemo_automodel 0.7: for packed sequences its loader and its collater take FlashAttention's own names, and no others.
+"""nemo-automodel 0.7: for packed sequences its loader and its collater take FlashAttention's own names, and no others.
 
 The loader replaces any other name, or raises where no FlashAttention is installed; the collater makes dense masks for it.
 """

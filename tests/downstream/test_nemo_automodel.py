@@ -23,11 +23,11 @@ from nemo_automodel.components.attention import ffpa_attention
 from nemo_automodel.components.datasets.llm.neat_packing import neat_pack_dataset
 from nemo_automodel.components.datasets.utils import neat_packed_collater
 from nemo_automodel.components.models.common.packing import PackingCapabilities, configure_packing_for_models
-from pages import deleted_names
+from pages import code, deleted_names
 from tiny import NAME, SHAPE, WINDOW
 
 import kernel_compat
-from kernel_compat import ForwardSpec, policy
+from kernel_compat import policy
 
 #: A registered name whose kernel isn't available on a CPU.
 UNAVAILABLE = "my_flash_attention_2"
@@ -128,7 +128,7 @@ def test_its_loader_goes_on_to_eager(
 # attention names of its own
 
 
-def results(name: str, **more: Any) -> list[Any]:
+def results(name: str, windows: bool = True) -> list[Any]:
     """Logits and gradients of padded and unpadded batches, with and without windows; of a call that raises, the error."""
     found: list[Any] = []
     ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -136,7 +136,7 @@ def results(name: str, **more: Any) -> list[Any]:
     padding[0, :4] = 0
     for config in (
         transformers.LlamaConfig(**SHAPE),
-        transformers.MistralConfig(**SHAPE, head_dim=16, sliding_window=WINDOW),
+        *([transformers.MistralConfig(**SHAPE, head_dim=16, sliding_window=WINDOW)] if windows else []),
     ):
         config.ffpa_sliding_attn_backend = "sdpa"
         torch.manual_seed(0)
@@ -173,6 +173,10 @@ def clean() -> Iterator[None]:
     remove()
 
 
+def add_what_the_page_says(magi_forward: Any) -> None:
+    exec(code("NeMo Automodel"), {**vars(ffpa_attention), "kernel_compat": kernel_compat, "magi_forward": magi_forward})
+
+
 def test_ffpa_under_its_own_name(clean: None) -> None:
     """The same numbers, and the same errors, as entered in the tables by NeMo; no warning."""
     assert ffpa_attention.register_ffpa_attention()
@@ -186,11 +190,7 @@ def test_ffpa_under_its_own_name(clean: None) -> None:
         del table._global_mapping["ffpa"]
     with warnings.catch_warnings():
         warnings.simplefilter("error", kernel_compat.KernelCompatWarning)
-        kernel_compat.register_attention(
-            "ffpa",
-            forward=ForwardSpec(ffpa_attention.ffpa_attention_forward, {"window", "softcap", "gqa", "backward"}),
-            mask=ffpa_attention.ffpa_mask,
-        )
+        add_what_the_page_says(transformers.integrations.sdpa_attention.sdpa_attention_forward)
     with kernel_compat.installed():
         found = results("ffpa")
         assert policy.plan_attention("ffpa").attn_implementation == "ffpa"
@@ -210,17 +210,13 @@ def test_magi_under_its_own_name(clean: None) -> None:
         return function(module, query, key, value, attention_mask, **kwargs)
 
     transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.register("magi", forward)  # as register_magi_attention does
-    expected = results("magi")
+    expected = results("magi", windows=False)
     del transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping["magi"]
     with warnings.catch_warnings():
         warnings.simplefilter("error", kernel_compat.KernelCompatWarning)
-        kernel_compat.register_attention(
-            "magi",
-            forward=ForwardSpec(forward, {"varlen", "window", "gqa", "backward"}, handles_context_parallel=True),
-            mask=lambda *args, **kwargs: None,
-        )
+        add_what_the_page_says(forward)
     with kernel_compat.installed():
-        found = results("magi")
+        found = results("magi", windows=False)
         for options in ({"cp_size": 2}, {"packed_sequence": True}, {"cp_size": 2, "packed_sequence": True}):
             assert policy.plan_attention("magi", **options).attn_implementation == "magi"
     assert set(masks) == {None}
@@ -304,7 +300,7 @@ def test_preload_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sdpa_for_packed_sequences_without_a_flash_kernel() -> None:
-    """NeMo raises, here sdpa is kept, as it was requested; excluded, it raises too."""
+    """NeMo raises, here sdpa is kept, as it was requested; for another name this raises, too."""
     with pytest.raises(AssertionError, match="Flash Attention is not available"):
         kernel_patches._apply_preload_overrides(1, 1, True, "sdpa", False)
     plan = policy.plan_attention("sdpa", packed_sequence=True)

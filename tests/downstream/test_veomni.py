@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ pytest.importorskip("veomni")
 import torch
 import torch.distributed as dist
 import transformers
-from pages import deleted_names
+from pages import code, deleted_names
 from tiny import SHAPE, VOCAB
 from torch import Tensor
 from veomni.arguments.arguments_types import OpsImplementationConfig
@@ -169,10 +170,16 @@ def edited(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("edited")
 def test_as_the_page_says(folder: Path) -> None:
     kernels = {name: Recording() for name in OWN}
-    for name, kernel in kernels.items():
-        kernel_compat.register_attention(name, kernel=kernel, forward=attention.fused_attention_forward)
     flex_and_magi = {name: TABLE[f"veomni_{name}_attention_with_sp"] for name in ("flex", "magi")}
-    kernel_compat.install()
+    named: dict[str, str] = {}
+
+    def register(name: str, kernel: str, forward: Any) -> None:
+        named[name] = kernel
+        kernel_compat.register_attention(name, kernel=kernels[name], forward=forward)
+
+    library = SimpleNamespace(register_attention=register, install=kernel_compat.install)
+    exec(code("VeOmni"), {"kernel_compat": library, "fused_attention_forward": attention.fused_attention_forward})
+    assert named == {name: f"flash_attention_{version}" for name, version in zip(OWN, (2, 3, 4), strict=True)}
     expected = apart(folder)
     for name, kernel in kernels.items():
         torch.testing.assert_close(logits_and_gradients(folder, name), expected, rtol=1e-4, atol=1e-5)
