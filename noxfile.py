@@ -63,6 +63,8 @@ ON_TRANSFORMERS = (
 
 #: The Pythons on which the distributions can be installed. torch and transformers are tested on those of `NIGHTLY`.
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+#: The requirements of each framework of the session `frameworks`.
+FRAMEWORKS = sorted((Path(__file__).parent / "tests" / "downstream" / "requirements").glob("*.txt"))
 
 #: Every supported Python with the newest releases; the lowest versions of the direct dependencies; and every release of
 #: transformers that `versions` has.
@@ -330,6 +332,16 @@ def downstream(session: nox.Session) -> None:
     """The frameworks on their published packages, cells of tests/downstream/axes.toml. Arguments after -- go to `kernel-compat-matrix run`."""
     session.install("--editable", ".", *NEIGHBOURS, "--editable", "atlas", "--editable", "matrix")
     session.run("kernel-compat-matrix", "run", "--axes", "tests/downstream/axes.toml", *(session.posargs or ["--all"]))
+
+
+@nox.session(python="3.11")
+@nox.parametrize("framework", [path.stem for path in FRAMEWORKS])
+def frameworks(session: nox.Session, framework: str) -> None:
+    """Frameworks whose requirements exclude the pins that the cells of `downstream` share. Arguments after -- go to pytest."""
+    requirements = f"tests/downstream/requirements/{framework}.txt"
+    session.install("--editable", ".", *NEIGHBOURS, "--requirement", requirements, "--group", "pytest")
+    for tests in (framework, "groups"):  # each in a process of its own: VeOmni replaces the losses of transformers
+        session.run("pytest", "-m", "", f"tests/downstream/test_{tests}.py", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session

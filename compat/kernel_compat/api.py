@@ -193,7 +193,8 @@ def register_attention(
 
     Args:
         name: any string but a hub kernel's (``org/repo``). One that has no ``flash`` in it warns, because from
-            transformers 5.0 on models choose their flash code path by that substring.
+            transformers 5.0 on models choose their flash code path by that substring; with `forward` and `mask` it doesn't: that is
+            attention of another kind.
         kernel: a kernel's name (a key of `known_kernels()`), a `Kernel`, or any object with a ``flash_attn_varlen_func`` that
             takes FA2's keywords, such as a module. It has the features whose keywords are named parameters, or those of its
             attribute `features`, a `Features`. A list of these, or ``"auto"`` for all of the library's, gives each call to the

@@ -153,11 +153,22 @@ def test_padded(pair: tuple[Any, Any], side: str) -> None:
 
 @pytest.mark.parametrize(
     "given_as",
-    ["positions", "lengths", "lengths beside a mask", "numbers", "positions beside padding", "a bool mask of ones"],
+    [
+        "positions",
+        "lengths",
+        "lengths beside a mask",
+        "lengths of padding",
+        "numbers",
+        "positions beside padding",
+        "a bool mask of ones",
+    ],
 )
 @pytest.mark.parametrize("compute", ["forward", "non-reentrant", "reentrant", "composable", "a framework's"])
 def test_packed(pair: tuple[Any, Any], given_as: str, compute: str) -> None:
-    """W3 and W9: the gradients too, when the backward pass recomputes a layer."""
+    """W3 and W9: the gradients too, when the backward pass recomputes a layer.
+
+    NeMo's collater makes a sequence of the padding, with 0 for every position.
+    """
     eager, ours = pair
     ids, real = tokens(), torch.ones(1, TOKENS, dtype=torch.bool)
     given: dict[str, Any] = {"position_ids": positions()}
@@ -165,6 +176,9 @@ def test_packed(pair: tuple[Any, Any], given_as: str, compute: str) -> None:
         given |= lengths()
     if "ones" in given_as or "mask" in given_as:
         given["attention_mask"] = torch.ones(1, TOKENS, dtype=torch.bool if "bool" in given_as else torch.long)
+    if given_as == "lengths of padding":
+        real[0, -LENGTHS[-1] :] = False
+        given["position_ids"] = positions() * real
     if given_as == "numbers":
         given["attention_mask"] = numbered()
     if given_as == "positions beside padding":

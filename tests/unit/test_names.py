@@ -435,6 +435,26 @@ def test_a_name_without_flash_warns(name: str) -> None:
     assert caught[0].filename == __file__
 
 
+def no_mask(*args: object, **kwargs: object) -> None:
+    """A mask function of attention that needs no mask."""
+
+
+def test_a_name_without_flash_with_a_forward_alone_warns() -> None:
+    """Its masks would be those of a flash attention."""
+    with pytest.warns(UserWarning, match=r"has no 'flash' in it.* pass forward= and mask="):
+        register_attention("ffpa", forward=forward)
+
+
+def test_a_name_without_flash_with_its_own_masks_does_not(recwarn: pytest.WarningsRecorder) -> None:
+    for name in ("magi", "ffpa"):
+        register_attention(name, forward=forward, mask=no_mask)
+    kernel_compat.install()
+    assert not recwarn.list
+    for name in ("magi", "ffpa"):
+        assert functions()[name] is forward
+        assert masks()[name] is no_mask
+
+
 @pytest.mark.parametrize("name", ["x_flash", "veomni_flash_attention_4_with_sp", "flash-attn.v1", "ﬂash_flash"])
 def test_a_name_with_flash_does_not(name: str, recwarn: pytest.WarningsRecorder) -> None:
     register_attention(name, REFERENCE)

@@ -168,9 +168,15 @@ class TestNextFallback:
         assert next_fallback("paged|flash_attention_2") == "paged|flash_attention_torch"
         assert next_fallback("paged|eager") is None
 
+    def test_transformers_own_choice(self) -> None:
+        """None begins at sdpa, as in `load_with_fallback`."""
+        assert next_fallback(None) == next_fallback("sdpa") == "eager"
+        assert next_fallback(None, exclude={"eager"}) is None
+        assert next_fallback(None, prefer=["sdpa", "flash_attention_2"]) == "flash_attention_2"
+
     def test_no_string(self) -> None:
-        with pytest.raises(TypeError, match="must be a string, not None"):
-            next_fallback(None)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="must be a string, not 5"):
+            next_fallback(5)  # type: ignore[arg-type]
 
 
 class TestBestAvailable:

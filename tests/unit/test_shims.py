@@ -20,9 +20,9 @@ DOWNSTREAM = Path(__file__).parents[1] / "downstream"
 
 
 def frameworks() -> dict[str, list[str]]:
-    """The releases that the cells of tests/downstream/axes.toml pin, by framework."""
+    """The releases that the cells of tests/downstream/axes.toml pin, and those of `nox -s frameworks`, by framework."""
     found: dict[str, list[str]] = {}
-    for path in sorted((DOWNSTREAM / "pins").glob("*=*.txt")):
+    for path in sorted([*(DOWNSTREAM / "pins").glob("*=*.txt"), *(DOWNSTREAM / "requirements").glob("*.txt")]):
         name = path.stem.rpartition("-")[2].partition("=")[0].replace("_", "-")
         found.setdefault(name, []).extend(re.findall(rf"^{name}==(\S+)", path.read_text(), re.MULTILINE))
     return found

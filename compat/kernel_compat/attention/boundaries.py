@@ -219,7 +219,8 @@ def require_agreement(
     """Check that a mask and position ids don't contradict the given offsets. Never waits for a GPU.
 
     A position that restarts within a sequence contradicts them, and padding between the tokens of one. Positions that
-    continue where a sequence begins don't: a model without rotary embeddings may have them.
+    continue where a sequence begins don't: a model without rotary embeddings may have them. Nor do positions that are 0 throughout
+    a sequence: NeMo's and other collaters make one of the padding, and number it so.
 
     Args:
         cu_seqlens: (sequences + 1,), offsets into the flattened (batch, length).
@@ -231,7 +232,9 @@ def require_agreement(
     """
     tokens = batch * length
     begins = torch.zeros(tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
-    begins = begins.index_fill(0, cu_seqlens.clamp(0, tokens).long(), True)[:-1].view(batch, length)[:, 1:]
+    begins = begins.index_fill(0, cu_seqlens.clamp(0, tokens).long(), True)[:-1]
+    sequence = begins.cumsum(0)
+    begins = begins.view(batch, length)[:, 1:]
     if mask is not None and mask.shape != (batch, length):
         mask = None
     if mask is not None:
@@ -243,7 +246,10 @@ def require_agreement(
     restarts = None if positions is None else restarts_of(positions, batch, length, True)
     if restarts is not None:
         order, zero = restarts
-        restarted = zero[:, 1:] | (order[:, 1:] < order[:, :-1])
+        counts = torch.zeros(tokens + 1, dtype=torch.int32, device=zero.device)
+        counts = counts.index_add(0, sequence, (~zero).flatten().int())
+        numbered = counts[sequence].view(batch, length)[:, 1:] > 0
+        restarted = (zero[:, 1:] | (order[:, 1:] < order[:, :-1])) & numbered
         if mask is not None:
             restarted = restarted & (mask[:, 1:] != 0)
         require((~restarted | begins).all(), "position_ids that restart within one of the sequences of cu_seq_lens_q")

@@ -100,10 +100,11 @@ class AttentionRegistry:
                     raise ValueError(f"{name!r} is registered already; pass override=True to replace it")
                 if owner := upstream_owner(name):
                     raise ValueError(f"{name!r} belongs to {owner}; pass override=True to replace it")
-            if "flash" not in name:
+            if "flash" not in name and (entry.forward is None or entry.mask is None):
                 warnings.warn(
                     f"{name!r} has no 'flash' in it: from transformers 5.0 on, models take their non-flash code paths "
-                    "for such a name (4D masks, vision towers in chunks). Choose a name that contains 'flash'.",
+                    "for such a name (4D masks, vision towers in chunks). Choose a name that contains 'flash', or for attention of "
+                    "another kind pass forward= and mask=.",
                     KernelCompatWarning,
                     stacklevel=3,  # the caller of register_attention
                 )

@@ -56,7 +56,7 @@ class Choice:
     steps: tuple[Step, ...]
 
 
-def next_fallback(name: str, *, prefer: Sequence[str] = (), exclude: Collection[str] = ()) -> str | None:
+def next_fallback(name: str | None, *, prefer: Sequence[str] = (), exclude: Collection[str] = ()) -> str | None:
     """The attention name to try when `name` can't be used; None after ``eager``.
 
     A registered name falls back as its kernel does: to ``sdpa`` when the kernel is not on the `LADDER`; one over several ranks to
@@ -70,15 +70,16 @@ def next_fallback(name: str, *, prefer: Sequence[str] = (), exclude: Collection[
         'sdpa'
 
     Args:
-        name: the name that can't be used.
+        name: the name that can't be used; None, transformers' own choice, is ``sdpa``, as in `load_with_fallback`.
         prefer: names to try before the others below `name`, in this order. Called again with each result, this function tries
             no name twice; it passes over names that are above a preferred one. `ladder` has all of them.
         exclude: names that are never returned.
 
     Raises:
-        TypeError: `name` is not a string, or `prefer` or `exclude` is one.
+        TypeError: `name` is neither a string nor None, or `prefer` or `exclude` is a string.
         UnknownNameError: `prefer` or `exclude` has an unknown name.
     """
+    name = "sdpa" if name is None else name
     prefer, exclude = checked_names(prefer, exclude)
     bare = require_string(name).removeprefix("paged|")
     place = _place(bare)
