@@ -332,10 +332,13 @@ def work(rank: int, mesh: tuple[int, ...], folder: Path) -> None:
         except Exception as error:
             raise RuntimeError(f"the case {name!r}") from error
         results[name] = summed(loss), logits, {key: summed(gradient) for key, gradient in gradients.items()}
-    results["scenarios"] = {
-        what: {key: summed(gradient) for key, gradient in gradients.items()}
-        for what, gradients in of_scenarios(NAMES["balanced"], folder, over["balanced"]).items()
-    }
+    if len(mesh) == 1:  # neither knows how heads are shared
+        results["scenarios"] = {
+            what: {key: summed(gradient) for key, gradient in gradients.items()}
+            for what, gradients in of_scenarios(NAMES["balanced"], folder, over["balanced"]).items()
+        }
+        results["refused"] = [None] * ranks
+        dist.all_gather_object(results["refused"], refused(folder, rank))
     results["encoder"] = encoded(NAMES["balanced"], over["balanced"])
     loss, gradients = of_images(NAMES["balanced"], over["balanced"])
     results["images"] = summed(loss), {key: summed(gradient) for key, gradient in gradients.items()}
@@ -350,8 +353,6 @@ def work(rank: int, mesh: tuple[int, ...], folder: Path) -> None:
         loss, logits, gradients = beside_encoders.computed(beside, NAMES["balanced"], states, over["balanced"])
         shares = {key: summed(gradient) for key, gradient in gradients.items()}
         results["beside encoders"][what] = summed(loss), logits, shares
-    results["refused"] = [None] * ranks
-    dist.all_gather_object(results["refused"], refused(folder, rank))
     replaced = functions_of_ours()
     report = kernel_compat.uninstall()
     results["functions of ours"] = replaced, functions_of_ours(), report.left_alone

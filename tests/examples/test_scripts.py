@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
-import subprocess
+import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +26,32 @@ def test_all_are_shown() -> None:
     assert scripts - {"shim_package/acme_shims.py"} == set(SHOWN)
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    """Starts processes that have torch and transformers imported, which take 5 s."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch", "transformers.trainer"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield server
+
+
+def run(path: Path, output: Path, errors: Path) -> None:
+    for descriptor, file in ((1, output), (2, errors)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.argv = [str(path)]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
+    sys.stdout.flush()
+
+
 @pytest.mark.parametrize("script", sorted(SHOWN))
-def test_output(script: str) -> None:
+def test_output(server: Any, script: str, tmp_path: Path) -> None:
     path = ROOT / "examples" / script
     assert len(path.read_text().splitlines()) < 65
-    run = subprocess.run(
-        [sys.executable, path], capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == SHOWN[script], run.stderr
+    output, errors = tmp_path / "output", tmp_path / "errors"
+    process = server.Process(target=run, args=(path, output, errors))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, errors.read_text()
+    assert output.read_text() == SHOWN[script], errors.read_text()
