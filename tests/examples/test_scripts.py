@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
-import runpy
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from example_script import run
 
 ROOT = Path(__file__).parents[2]
 SHOWN = dict(
@@ -34,15 +32,6 @@ def server() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield server
-
-
-def run(path: Path, output: Path, errors: Path) -> None:
-    for descriptor, file in ((1, output), (2, errors)):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
-    sys.argv = [str(path)]
-    sys.path.insert(0, str(path.parent))
-    runpy.run_path(str(path), run_name="__main__")
-    sys.stdout.flush()
 
 
 @pytest.mark.parametrize("script", sorted(SHOWN))

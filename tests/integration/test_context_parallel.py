@@ -187,6 +187,7 @@ def test_refused_on_every_rank(results: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif("minimax" not in MODELS, reason="this transformers has no MiniMax")
+@on_lines
 def test_mixers_refused_on_every_rank(results: dict[str, Any]) -> None:
     for rank, messages in enumerate(results["refused"]):
         assert (
