@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -88,6 +88,23 @@ def test_causality_is_no_window() -> None:
     split = TokenSplit.balanced([(0, 40), (40, 64)], 64, 4)
     spread = Spread(split, [(0, 40), (40, 64)], 1, (True, (-1, -1)))
     assert {call.window for rank in range(4) for call in spread.plan(rank, 1, KEY_HEADS, CPU).calls} == {(-1, -1)}
+
+
+@pytest.mark.parametrize("pattern", [(True, (-1, -1)), None])
+def test_every_process_has_the_same_digest(pattern: tuple[bool, tuple[int, int]] | None) -> None:
+    """Of ranks that weren't forked: Python hashes numbers alike in each process, and text and up to 3.11 None otherwise."""
+    split = TokenSplit.balanced([(0, 64)], 64, 4)
+
+    def leaves(x: Any) -> Iterator[Any]:
+        if isinstance(x, tuple):
+            for part in x:
+                yield from leaves(part)
+        else:
+            yield x
+
+    split_key, *rest = Spread(split, [(0, 64)], 1, pattern).key
+    assert isinstance(split_key, TokenSplit)
+    assert all(isinstance(leaf, int) for leaf in leaves((*rest, split.length, split.runs)))
 
 
 @given(batches(), st.sampled_from([(-1, -1), (2, 0), (5, 0), (3, 3), (1, 4)]), st.booleans(), st.booleans(), st.data())

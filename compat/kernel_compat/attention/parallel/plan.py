@@ -92,8 +92,8 @@ class Spread:
     ) -> None:
         self._sequences, self._pattern, self._is_masked = sequences, pattern or (False, (-1, -1)), pattern is None
         self._length = split.length
-        #: What it is of.
-        self.key = (split, tuple(sequences), batch, pattern)
+        #: What it is of, in numbers alone: up to Python 3.11 other processes have another hash of None.
+        self.key = (split, tuple(sequences), batch, self._pattern, self._is_masked)
         self._held = [split.held(rank, batch) for rank in range(len(split.runs))]
         self._tokens = size(self._held[0])
         #: Pairs of a query and a key that it sees, on the average rank.
