@@ -68,7 +68,7 @@ def lines(tokens: int, args: argparse.Namespace) -> Iterator[str]:
 
 
 def beside(cell: dict[str, Any], ranks: int, args: argparse.Namespace) -> Iterator[str]:
-    """The times that a cell of measurements should have taken, and those that it took."""
+    """Rows of a table: the times that the model predicts for a measured cell, and the measured times."""
     (heads, kv_heads, dim), lengths = cell["sizes"], [*pairwise([0, *accumulate(cell["lengths"])])]
     tokens, pattern = lengths[-1][1], (True, (-1, -1))
     spread = Spread(TokenSplit.balanced(lengths, tokens, ranks), lengths, 1, pattern)

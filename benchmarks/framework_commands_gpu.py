@@ -190,14 +190,11 @@ def rows(results: dict[str, Any]) -> Iterator[str]:
             if not cell or not base:
                 yield f"| {TITLES[framework]} | {label} | failed | | | |"
                 continue
-            took, apart = statistics.median(cell["ms"]), max(map(_apart, cell["losses"], base["losses"]))
+            took = statistics.median(cell["ms"])
+            apart = max(abs(a - b) for a, b in zip(cell["losses"], base["losses"], strict=True))
             faster = statistics.median(base["ms"]) / took
             texts = [TITLES[framework], label, f"{took:.0f}", f"{faster:.2f}", f"{cell['gib']:.1f}", f"{apart:.4f}"]
             yield f"| {' | '.join(texts)} |"
-
-
-def _apart(a: float, b: float) -> float:
-    return abs(a - b)
 
 
 def plot(results: dict[str, Any], path: Path) -> None:

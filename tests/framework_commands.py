@@ -90,7 +90,7 @@ class Finished:
     Attributes:
         code: its exit code.
         log: everything that it has printed.
-        losses: those that it has logged, one a step; none if it has trained nothing.
+        losses: one for each step, as it has logged them. Empty if it has trained nothing.
         checkpoints: files of weights and optimizers that it has saved.
         parameters: those of a whole model that it has saved.
     """

@@ -164,7 +164,7 @@ def nemo_meshes(folder: Path) -> dict[str, dict[str, Tensor]]:
 
 def train(folder: Path, name: str, fsdp2: bool) -> dict[str, Tensor]:
     """The loss of every step of a Trainer, and the parameters after them."""
-    from fsdp2 import set_fsdp2
+    from fsdp2 import ShardingTrainer
 
     words = transformers.AutoTokenizer.from_pretrained(folder / "model")
     rows = [words(text, padding="max_length", max_length=16, truncation=True) for text in sentences()]
@@ -183,13 +183,9 @@ def train(folder: Path, name: str, fsdp2: bool) -> dict[str, Tensor]:
     )
     losses: list[Tensor] = []
 
-    class Recording(transformers.Trainer):  # type: ignore[misc]
-        def create_accelerator_and_postprocess(self) -> None:
-            super().create_accelerator_and_postprocess()
-            if fsdp2:  # which accelerate leaves out without a GPU
-                set_fsdp2()
-                self.is_fsdp_enabled = True
+    base: Any = ShardingTrainer if fsdp2 else transformers.Trainer
 
+    class Recording(base):  # type: ignore[misc]
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             losses.append(super().training_step(*args, **kwargs).detach())
             return losses[-1]

@@ -13,6 +13,16 @@ from pathlib import Path
 from typing import Any
 
 STEPS = 6
+ARGUMENTS: dict[str, Any] = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "seed": 0,
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
 
 
 def different_words(completions: list[str], **_: Any) -> list[float]:
@@ -29,28 +39,14 @@ def trainer(model: str, attention: str, rows: list[str], out: str) -> None:
     for row in inputs:
         row["labels"] = [-100 if token == words.pad_token_id else token for token in row["input_ids"]]
 
-    class Sharding(transformers.Trainer):  # type: ignore[misc]
-        def create_accelerator_and_postprocess(self) -> None:
-            super().create_accelerator_and_postprocess()
-            if os.environ.get("ACCELERATE_USE_FSDP") == "true":  # which accelerate leaves out without a GPU
-                from fsdp2 import set_fsdp2
+    kind: Any = transformers.Trainer
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":  # which accelerate leaves out without a GPU
+        from fsdp2 import ShardingTrainer
 
-                set_fsdp2()
-                self.is_fsdp_enabled = True
-
-    Sharding(
+        kind = ShardingTrainer
+    kind(
         model=transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation=attention),
-        args=transformers.TrainingArguments(
-            output_dir=out,
-            max_steps=STEPS,
-            per_device_train_batch_size=4,
-            learning_rate=1e-3,
-            logging_steps=1,
-            seed=0,
-            use_cpu=True,
-            report_to="none",
-            disable_tqdm=True,
-        ),
+        args=transformers.TrainingArguments(output_dir=out, **ARGUMENTS),
         train_dataset=inputs,
     ).train()
 
@@ -64,17 +60,7 @@ def sentence_transformers(model: str, attention: str, rows: list[str], out: str)
     encoder.tokenizer.pad_token = "<pad>"
     st.SentenceTransformerTrainer(
         model=encoder,
-        args=st.SentenceTransformerTrainingArguments(
-            output_dir=out,
-            max_steps=STEPS,
-            per_device_train_batch_size=4,
-            learning_rate=1e-3,
-            logging_steps=1,
-            seed=0,
-            use_cpu=True,
-            report_to="none",
-            disable_tqdm=True,
-        ),
+        args=st.SentenceTransformerTrainingArguments(output_dir=out, **ARGUMENTS),
         train_dataset=Dataset.from_dict({"anchor": rows[::2], "positive": rows[1::2]}),
         loss=MultipleNegativesRankingLoss(encoder),
     ).train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import transformers
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
@@ -16,3 +17,12 @@ def set_fsdp2() -> None:
     )
     AcceleratorState._shared_state |= {"fsdp_plugin": plugin, "distributed_type": DistributedType.FSDP}
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+class ShardingTrainer(transformers.Trainer):  # type: ignore[misc]
+    """A Trainer whose model accelerate shards."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        set_fsdp2()
+        self.is_fsdp_enabled = True

@@ -14,7 +14,7 @@ import kernel_compat
 
 __all__ = ["python", "run"]
 
-#: A process of the tests' interpreter with some code, and environment variables; less those that a run sets.
+#: Runs code in a process of the tests' interpreter, with environment variables in the place of those that a run sets.
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
 _SET = (

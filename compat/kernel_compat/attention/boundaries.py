@@ -231,10 +231,9 @@ def require_agreement(
         ValueError: they contradict each other. On a GPU and under torch.compile an assertion of the device fails instead.
     """
     tokens = batch * length
-    begins = torch.zeros(tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
-    begins = begins.index_fill(0, cu_seqlens.clamp(0, tokens).long(), True)[:-1]
-    sequence = begins.cumsum(0)
-    begins = begins.view(batch, length)[:, 1:]
+    starts = torch.zeros(tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
+    starts = starts.index_fill(0, cu_seqlens.clamp(0, tokens).long(), True)[:-1]
+    begins = starts.view(batch, length)[:, 1:]
     if mask is not None and mask.shape != (batch, length):
         mask = None
     if mask is not None:
@@ -246,6 +245,7 @@ def require_agreement(
     restarts = None if positions is None else restarts_of(positions, batch, length, True)
     if restarts is not None:
         order, zero = restarts
+        sequence = starts.cumsum(0)
         counts = torch.zeros(tokens + 1, dtype=torch.int32, device=zero.device)
         counts = counts.index_add(0, sequence, (~zero).flatten().int())
         numbered = counts[sequence].view(batch, length)[:, 1:] > 0

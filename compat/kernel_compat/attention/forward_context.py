@@ -127,7 +127,8 @@ class ForwardContext:
         unpadding: the real tokens of the batch, if its layers run on these alone.
         mask_matches_unpadding: whether the mask is the one that `unpadding` was made of.
         memo: what is found of tensors in this call, and in no other one.
-        batch_state: what the call has of a whole batch that was passed to a call around it; None if there is none, or its slice alone.
+        batch_state: the whole batch that this call or one around it got, or the states of an encoder beside a slice of it. None in other
+            calls.
         has_given_offsets: whether offsets in `arguments` are the user's, which may be wrong.
     """
 

@@ -9,9 +9,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..errors import UnsupportedFeatureError
 from .forward_context import BatchState
 from .model_arguments import parameter_names
+from .parallel.checks import unspread
 from .parallel.ulysses import SKIPS
 from .roles import (
     DECODER_TOKENS,
@@ -73,7 +73,7 @@ def _passes_keywords(forward: Any) -> bool:
 
 
 def _loss_keywords(forward: Any) -> list[list[str | None]]:
-    """The keywords of a forward's calls of its loss function, None for those that it passes on; empty if its source isn't there."""
+    """The names of the keywords in each call of a forward to its loss function: None for ``**kwargs``. Empty without its source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
@@ -98,9 +98,8 @@ def require_whole_batch(model: Any, arguments: Mapping[str, Any], state: BatchSt
     """
     has_both = ENCODER_DECODER.attribute_of(model.config) and DECODER_TOKENS.spelled(parameter_names(type(model)))
     if state is None and has_both and not any(arguments.get(name) for name in SKIPS):
-        raise UnsupportedFeatureError(
+        raise unspread(
             f"a slice of the tokens of {type(model).__name__}, which has an encoder beside its decoder",
-            "context parallelism",
             f"Pass the whole batch with {DECODER_TOKENS.named()} to ContextParallel.shard, and the call what it returns.",
         )
 
@@ -119,15 +118,13 @@ def require_labels_of_slices(model: Any, arguments: Mapping[str, Any]) -> None:
         return
     is_beside_encoder = bool(ENCODER_DECODER.attribute_of(model.config))
     if not head.takes_targets or (is_beside_encoder and _moves_labels(model)):
-        raise UnsupportedFeatureError(
+        raise unspread(
             f"the loss of {name}",
-            "context parallelism",
             "A rank's loss is that of its slice. Compute it from the logits of all ranks, or of a slice with labels moved before.",
         )
     if head.has_means and (setting := _setting_of_means(model, arguments)):
-        raise UnsupportedFeatureError(
+        raise unspread(
             f"the loss of {name} with {setting}",
-            "context parallelism",
             "It adds a mean over the tokens of a rank's slice, once for each rank. Leave it out, or compute it from the outputs of all ranks.",
         )
     if head.predicts_next and not is_beside_encoder and TARGETS.of(arguments) is None:

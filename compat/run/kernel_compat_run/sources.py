@@ -32,7 +32,7 @@ class Resolved:
 
     Attributes:
         settings: the settings.
-        origins: by setting, the option, the variable or the file that it is from; of those that have a value there.
+        origins: for each setting that has a value in one of them, the option, the variable or the file that the value is from.
         file: the file that was read; None for none.
     """
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedFeatureError
 from ..boundaries import find_packing, restarts_of
 from ..call import PackedLengths
 from ..layer_kinds import is_encoder
@@ -36,6 +35,7 @@ from ..roles import (
     TARGETS,
     TOKENS,
 )
+from .checks import unspread
 from .runs import tokens_of
 from .split import Interval, rows_of, size
 
@@ -221,9 +221,8 @@ class BatchSlice:
         """Check that each row is one sequence, which attends to the states of an encoder in the same row."""
         is_packed = PackedLengths.of(arguments) is not None or len(self.rows.sequences) > self.rows.number
         if self.rows.kept is not None or (self.decoder is not None and is_packed):
-            raise UnsupportedFeatureError(
+            raise unspread(
                 "packed sequences, or rows without their padding, beside the states of an encoder",
-                "context parallelism",
                 "Pass the sequences as rows of a padded batch, without padding_free.",
             )
 
@@ -235,9 +234,8 @@ class BatchSlice:
             return
         valid = mask != 0
         if not bool((valid[:, 1:] <= valid[:, :-1]).all() if own is None else (valid == (own != 0)).all()):
-            raise UnsupportedFeatureError(
+            raise unspread(
                 "a mask that a model has made for its decoder, and that hides tokens before others",
-                "context parallelism",
                 f"Pass {DECODER_MASK.named()}.",
             )
 
@@ -262,13 +260,13 @@ class BatchSlice:
                     self._require_mask(part)
             return {}
         if self.decoder is not None or not is_in_full(masks, *self.sizes):
-            raise _unsupported(
+            raise unspread(
                 f"masks of shapes {[tuple(getattr(part, 'shape', ())) for part in parts]}",
                 "Pass masks of padding, or of every query and key of the batch without an encoder.",
             )
         rows = {start // self.sizes[1] for start, _ in self.sequences}
         if self.rows.kept is not None or len(rows) < len(self.sequences):
-            raise _unsupported(
+            raise unspread(
                 "packed sequences, or padding that is left out, beside a mask of every query and key",
                 "Pass the sequences as rows of a padded batch, without padding_free=True; or let a 4D attention_mask alone separate them.",
             )
@@ -299,17 +297,13 @@ def is_in_full(masks: Any, rows: int, length: int) -> bool:
     return all(len(shape) == 4 and shape[0] in (1, rows) and shape[2:] == (length, length) for shape in shapes)
 
 
-def _unsupported(feature: str, advice: str) -> UnsupportedFeatureError:
-    return UnsupportedFeatureError(feature, "context parallelism", advice)
-
-
 def _dimension(name: str, x: Tensor) -> int:
     """The dimension of an argument's tokens."""
     return x.ndim - 1 if name in POSITIONS.spellings else 2 if name in CROSS_MASKS.spellings else 1
 
 
 def tower_inputs(batch: Mapping[str, Any], sizes: tuple[int, int]) -> frozenset[str]:
-    """The names of a batch's images, videos and sound, such as ``pixel_values``. An input with a value for each token is none of them."""
+    """The names of a batch's inputs of images, videos and sound, such as ``pixel_values``. Inputs with a value for each token don't count."""
     return frozenset(
         name
         for name, value in batch.items()

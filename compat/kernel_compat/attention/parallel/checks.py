@@ -26,6 +26,7 @@ __all__ = [
     "on_every_rank",
     "require_positions",
     "require_shares",
+    "unspread",
     "without_positions",
 ]
 
@@ -149,6 +150,11 @@ def require_positions(context: ForwardContext) -> None:
         raise ValueError(
             f"no {name}, which a model counts from 0 on every rank then: pass those of the rank's tokens, of the whole sequence"
         )
+
+
+def unspread(feature: str, advice: str) -> UnsupportedFeatureError:
+    """The error of what context parallelism can't do, with what to do instead."""
+    return UnsupportedFeatureError(feature, "context parallelism", advice)
 
 
 def without_positions() -> UnsupportedFeatureError:

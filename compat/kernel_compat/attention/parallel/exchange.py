@@ -95,8 +95,8 @@ class Exchange:
     """The rows that a rank sends and gets.
 
     Attributes:
-        sent: which rows the rank sends: first those that stay on it, then those that go to the other ranks, in the order of the ranks.
-            None if these are all of its rows in order.
+        sent: which rows the rank sends. Those that stay on it come first, then those for each other rank, in the order of the ranks.
+            None if that is every row in its order.
         sends, receives: the numbers of rows that go to and come from each rank, itself included.
     """
 
@@ -185,5 +185,5 @@ class _Arrived(torch.autograd.Function):  # type: ignore[misc]
 
 
 def exchanged(x: Tensor, exchange: Exchange, group: dist.ProcessGroup) -> Tensor:
-    """Send a rank's rows (rows, ...), and wait for those that it gets. `Exchange.launch` says in which order they come."""
+    """Send a rank's rows (rows, ...), and return those that it gets, in the order that `Exchange.launch` describes."""
     return exchange.launch(x, group).arrived()

@@ -27,7 +27,7 @@ from ..layer_kinds import code_names, depthwise_convolutions, state_names
 from ..roles import CONVOLUTION, FUSED_MIXERS, POSITIONS, SCANS, Scan, layer_cache_of
 from ..rows import PACKED_ARGUMENTS, grouped_rows
 from .all_to_all import exchanged_evenly
-from .checks import on_every_rank
+from .checks import on_every_rank, unspread
 from .exchange import exchanged
 from .plan import Halo, plan_halo
 from .runs import tokens_of
@@ -240,7 +240,7 @@ class _Call:
         """A scan of the rank's tokens: of all tokens and a part of the heads, and back."""
         self._scans += 1
         if arguments.get(scan.state) is not None or arguments.get(scan.returns_state):
-            raise UnsupportedFeatureError("a state", "context parallelism", "Pass use_cache=False.")
+            raise unspread("a state", "Pass use_cache=False.")
         inputs = {name: arguments[name] for name in scan.tokens if arguments.get(name) is not None}
         if scan.shared:
             shared = {name: arguments[name].transpose(1, 2)[:, :, None] for name in scan.shared}

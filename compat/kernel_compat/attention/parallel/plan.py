@@ -247,7 +247,7 @@ def _exchange(
 
     Args:
         held: the tokens of each rank.
-        needed: those that each group of as many neighbouring ranks needs.
+        needed: the tokens that each group of ranks needs. Groups have equal numbers of neighbouring ranks.
         units: of a token's rows, of which each rank of a group gets one.
     """
     ranks, own = len(held) // len(needed), _Places(held[rank])

@@ -118,7 +118,7 @@ def _of_sequences(
     for work, sequence, chunks in sorted(pieces, key=lambda piece: -piece[0]):
         if not holders.give(chunks, work):
             holders.spread(chunks, partial(_work, sequence=sequence, causal=causal))
-    return holders.most * ranks / total, TokenSplit(length, tuple(tuple(joined(sorted(x))) for x in holders.runs))
+    return holders.most * ranks / total, holders.split(length)
 
 
 def _in_zigzag(sequence: Interval, pieces: int) -> list[Sequence[Interval]]:
@@ -132,13 +132,12 @@ class _Holders:
     """Ranks that get tokens until none has room.
 
     Attributes:
-        runs: of each rank.
         most: the work of the one that has most.
     """
 
     def __init__(self, ranks: int, room: int) -> None:
-        self.runs: list[list[Interval]] = [[] for _ in range(ranks)]
         self.most = 0
+        self._runs: list[list[Interval]] = [[] for _ in range(ranks)]
         self._heap = [(0, rank, room) for rank in range(ranks)]
 
     def give(self, intervals: Sequence[Interval], work: int) -> bool:
@@ -162,9 +161,13 @@ class _Holders:
             if taken[1] < stop:
                 rest.append((taken[1], stop))
 
+    def split(self, length: int) -> TokenSplit:
+        """The split of rows of a length, once all tokens are given."""
+        return TokenSplit(length, tuple(tuple(joined(sorted(runs))) for runs in self._runs))
+
     def _give(self, intervals: Sequence[Interval], more: int, tokens: int) -> None:
         work, rank, room = heapq.heappop(self._heap)
-        self.runs[rank] += intervals
+        self._runs[rank] += intervals
         self.most = max(self.most, work + more)
         if room > tokens:
             heapq.heappush(self._heap, (work + more, rank, room - tokens))
@@ -190,16 +193,10 @@ def _of_chunks(
         for chunk in range((start - row) // size, (stop - 1 - row) // size + 1):
             a, b = max(start, row + chunk * size), min(stop, row + (chunk + 1) * size)
             work[chunk] += _work((a, b), (start, stop), causal)
-    loads = [(0, rank) for rank in range(ranks)]
-    owned: list[list[int]] = [[] for _ in range(ranks)]
+    holders = _Holders(ranks, length // ranks)
     for chunk in sorted(range(ranks * chunks), key=lambda chunk: -work[chunk]):
-        load, rank = heapq.heappop(loads)
-        owned[rank].append(chunk)
-        if len(owned[rank]) < chunks:
-            heapq.heappush(loads, (load + work[chunk], rank))
-    most = max(sum(work[chunk] for chunk in some) for some in owned)
-    runs = tuple(tuple(joined((chunk * size, (chunk + 1) * size) for chunk in sorted(some))) for some in owned)
-    return (most * ranks / sum(work) if any(work) else 1.0), TokenSplit(length, runs)
+        holders.give([(chunk * size, (chunk + 1) * size)], work[chunk])
+    return (holders.most * ranks / sum(work) if any(work) else 1.0), holders.split(length)
 
 
 def rows_of(batch: int, length: int) -> list[Interval]:

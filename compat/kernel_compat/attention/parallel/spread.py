@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...errors import UnsupportedFeatureError
 from ...kernels import Functions, Kernel
 from ...kernels.memo import fixed_shapes, memoised
 from ...kernels.options import Mask
@@ -26,7 +25,7 @@ from ..mask_reduction import visible_and_bias
 from ..resolution import layout_of
 from ..roles import CAUSALITY, KEY_OFFSETS, LENGTHS, POSITIONS, QUERY_OFFSETS
 from ..tensors import require, same_storage
-from .checks import counts_from_padding, on_every_rank, require_positions, require_shares
+from .checks import counts_from_padding, on_every_rank, require_positions, require_shares, unspread
 from .columns import counts_columns, of_columns
 from .exchange import Transfer
 from .groups import Ranks
@@ -222,7 +221,7 @@ def over_ranks(kernel: Kernel, name: str, alone: Callable[..., Any], over: Conte
                 kwargs = {name: value for name, value in kwargs.items() if name not in _OF_TOKENS}
                 return alone(module, query, key, value, attention_mask, **kwargs, **{CAUSALITY.named(): False})
             if counts_from_padding(type(module)):  # `ContextParallel.shard` doesn't know
-                raise _unsupported(
+                raise unspread(
                     f"positions that don't begin at 0, as {type(module).__name__}'s model counts them",
                     "Use sequence_parallel= for it, and pass them.",
                 )
@@ -289,18 +288,18 @@ class _Share:
             ValueError: its arguments contradict each other, or aren't those of all tokens.
         """
         if call.bias is not None:
-            raise _unsupported("a bias of the scores (position_bias)", "Use sequence_parallel=None.")
+            raise unspread("a bias of the scores (position_bias)", "Use sequence_parallel=None.")
         (batch, length, heads), kv_length = call.query.shape[:3], call.key.shape[1]
         check_heads(heads, call.key.shape[2], call.sinks)
         context = current_context()
         if context is not None and context.arguments.has_encoder_states and not call.causal:
             # As many of them as a rank has tokens would be taken for the tokens' own keys.
-            raise _unsupported(
+            raise unspread(
                 "attention to the states of an encoder, which nothing says every rank has whole",
                 "Pass the model's call what ContextParallel.shard returns of the whole batch.",
             )
         if kv_length != length:
-            raise _unsupported(f"{kv_length} keys beside {length} queries, as with a cache", "Pass use_cache=False.")
+            raise unspread(f"{kv_length} keys beside {length} queries, as with a cache", "Pass use_cache=False.")
         lengths, positions = call.lengths, call.positions if call.causal else None
         if context is not None and context.covers(batch, length, kv_length, causal=True):
             require_positions(context)
@@ -343,7 +342,7 @@ class _Share:
                 return mask
         elif mask.ndim == 2 and mask.shape[1] == tokens:
             return memoised(mask, ("in order",), lambda: self.over.in_order(mask, rows_of(batch, tokens)))
-        raise _unsupported(
+        raise unspread(
             f"a mask of shape {tuple(mask.shape)} for a sequence of {tokens}",
             "Pass the whole batch through ContextParallel.shard.",
         )
@@ -361,7 +360,7 @@ class _Share:
         elif type(layout) is MaskedLayout and layout.mask.segments is None and pattern == (False, (-1, -1)):
             mask, pattern = layout.mask, None
         elif type(layout) is not SequenceLayout:
-            raise _unsupported("a window over padding between tokens", "Pass the tokens without it.")
+            raise unspread("a window over padding between tokens", "Pass the tokens without it.")
         if call.lengths is not None:  # a mask of a rank's slice says nothing of the others'
             known = sequences_between(offsets_on_host(call.lengths.offsets()[0]), batch * tokens)
         split = self.over.split_of(known, tokens)
@@ -449,17 +448,13 @@ def _sequences_of(layout: PackedLayout, tokens: int) -> list[Interval]:
     """The sequences of a layout as intervals of the flattened tokens. Synchronises once a forward."""
     queries, keys = layout.queries, layout.keys
     if fixed_shapes(queries.cu_seqlens):
-        raise _unsupported("packed sequences in fixed shapes", "Don't compile the model, or pass rows without padding.")
+        raise unspread("packed sequences in fixed shapes", "Don't compile the model, or pass rows without padding.")
     offsets = offsets_on_host(queries.cu_seqlens)
     # A copy to another device makes two tensors of one.
     differ = keys.cu_seqlens is not queries.cu_seqlens and offsets_on_host(keys.cu_seqlens) != offsets
     if differ or keys.interior_padding:
-        raise _unsupported("queries and keys of other sequences, or padding between tokens", "Pass them as rows.")
+        raise unspread("queries and keys of other sequences, or padding between tokens", "Pass them as rows.")
     if queries.indices is not None:
         starts = queries.indices[queries.cu_seqlens[:-1].long().clamp(max=len(queries.indices) - 1)].tolist()
         return [(start, start + b - a) for start, (a, b) in zip(starts, pairwise(offsets), strict=True) if a < b]
     return sequences_between(offsets, tokens)
-
-
-def _unsupported(feature: str, advice: str) -> UnsupportedFeatureError:
-    return UnsupportedFeatureError(feature, "context parallelism", advice)

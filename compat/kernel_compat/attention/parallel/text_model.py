@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import UnsupportedFeatureError
 from ..forward_context import BatchState, ForwardContext, current_context
 from ..layer_kinds import code_names
 from ..model_arguments import parameter_names
@@ -37,7 +36,7 @@ from ..roles import (
 )
 from ..tensors import constant
 from .batch_slice import OF_LABELS, BatchSlice
-from .checks import without_positions
+from .checks import unspread, without_positions
 
 __all__ = ["attends_to_encoder", "is_beside_encoder", "is_unsplit", "split_at_text_model"]
 
@@ -57,9 +56,8 @@ class _WholeBatch(BatchState):
         """Check that a text model has got the slice; raises UnsupportedFeatureError if not."""
         if not self.is_split:
             inputs = self.own.inputs or {DECODER_TOKENS.named()}
-            raise UnsupportedFeatureError(
+            raise unspread(
                 f"{', '.join(sorted(inputs))} of {type(model).__name__}",
-                "context parallelism",
                 "No model in it gets the tokens of the whole batch without them.",
             )
 
@@ -113,9 +111,8 @@ def attends_to_encoder(module: Any, key: Tensor) -> bool:
         or ENCODER_STATES.spelled(parameter_names(type(module))) is None
         or key.shape[0] * key.shape[2] != state.number
     ):
-        raise UnsupportedFeatureError(
+        raise unspread(
             f"{type(module).__name__} beside the states of an encoder",
-            "context parallelism",
             "It attends to other keys than these states or a token's own, or it is causal: use another name for this model.",
         )
     return True
@@ -176,9 +173,8 @@ def _tokens_of_labels(model: Any, arguments: dict[str, Any], own: BatchSlice) ->
         tokens = shift(labels, getattr(model.config, PADDING_TOKEN), getattr(model.config, START_TOKEN))
     kind: type = type(model)
     if shift is None or _masks_padding(kind):
-        raise UnsupportedFeatureError(
+        raise unspread(
             f"labels without {DECODER_TOKENS.named()}, of which {type(model).__name__} would make them",
-            "context parallelism",
             f"Pass {DECODER_TOKENS.named()} to ContextParallel.shard, and {DECODER_MASK.named()} if there is padding.",
         )
     return {DECODER_TOKENS.named(): tokens}

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-from ...errors import UnsupportedFeatureError
 from ..protocols import AttentionForward
 from ..roles import LENGTHS, MASK, POSITIONS
 from .groups import group_source
@@ -142,6 +141,7 @@ def gathering_mask_function(
     from ..forward_context import ChunkRecord, current_context
     from ..mask_function import chunk_size, mask_of_ones, mask_pattern, plain_mask_function, query_length
     from .all_to_all import gather_mask
+    from .checks import unspread
     from .text_model import is_beside_encoder, is_unsplit
 
     source = group_source(group)
@@ -149,17 +149,17 @@ def gathering_mask_function(
     def mask_function(**arguments: Any) -> Tensor | None:
         if (group := source()) is None or is_unsplit():
             return (alone or plain_mask_function)(**arguments)
-        if is_beside_encoder() and (pattern := mask_pattern(arguments)) is not None and not pattern.causal:
+        pattern = mask_pattern(arguments)
+        if is_beside_encoder() and pattern is not None and not pattern.causal:
             return (alone or plain_mask_function)(**arguments)  # of the encoder's states
         mask: Tensor | None = MASK.of(arguments)
         ranks, length, context = dist.get_world_size(group), query_length(arguments), current_context()
-        pattern, chunk = mask_pattern(arguments), None
+        chunk = None
         if refuses_others and ranks > 1 and pattern is None and not _skips_all():
             chunk = chunk_size(arguments)
             if chunk is None or context is None:
-                raise UnsupportedFeatureError(
+                raise unspread(
                     "a mask besides padding, causality, a window and chunks, made of a rank's tokens",
-                    "context parallelism",
                     "Pass images through ContextParallel.shard with the batch, or a 4D attention_mask of the whole batch.",
                 )
         # As many keys as queries: there is no cache. Other patterns are built in full from slices, and the forward refuses them.
